@@ -1,0 +1,34 @@
+"""Which connector belongs to which model of this process.
+
+A forward context knows its model by ``no_compile_layers``, which is the dict that vLLM's ``VllmConfig`` of that model
+holds as ``compilation_config.static_forward_context``. That dict is the key here.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from afd_patch.connectors.contract import FFNConnector
+
+# The dict is kept next to its connector so that its id cannot be given to another one.
+_connectors: dict[int, tuple[dict[str, Any], FFNConnector]] = {}
+
+
+def bind(layers: dict[str, Any], connector: FFNConnector) -> None:
+    """Forwards over ``layers`` use ``connector`` from now on; an earlier one is closed."""
+    previous = _connectors.get(id(layers))
+    _connectors[id(layers)] = (layers, connector)
+    if previous is not None:
+        previous[1].close()
+
+
+def lookup(layers: dict[str, Any]) -> FFNConnector | None:
+    entry = _connectors.get(id(layers))
+    return entry[1] if entry is not None else None
+
+
+def close_all() -> None:
+    """Close every connector of this process."""
+    while _connectors:
+        _, (_, connector) = _connectors.popitem()
+        connector.close()

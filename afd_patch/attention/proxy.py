@@ -1,0 +1,54 @@
+"""RemoteFFN: the parameter-free stand-in for a decoder layer's FFN.
+
+A stand-in is a real ``nn.Module`` of a class made for the native one, ``(RemoteFFN, NativeFFN, PPMissingLayer)``:
+native code tests ``isinstance(layer.mlp, NativeFFN)`` in over forty places, one of them in every forward
+(``DeepseekV2DecoderLayer.forward``, fp16), and native weight loaders skip a ``PPMissingLayer``.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+import torch
+from torch import nn
+
+from afd_patch.attention.op import REMOTE_FFN
+
+#: What a native FFN keeps as plain attributes and others read (``n_routed_experts``, ``tp_size``, ...).
+_PLAIN = (bool, int, float, str, type(None))
+
+
+class RemoteFFN:
+    """The behaviour of a stand-in; mixed in front of the native class."""
+
+    afd_layer: int
+
+    def forward(self, hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        """``[tokens, hidden]`` in, the same shape and dtype out; the input is not written to."""
+        out = torch.empty_like(hidden_states)
+        REMOTE_FFN(hidden_states, out, self.afd_layer)
+        return out
+
+    def extra_repr(self) -> str:
+        return f"layer={self.afd_layer}"
+
+
+@cache
+def remote_class(native: type[nn.Module]) -> type[nn.Module]:
+    """The stand-in class for the native FFN class ``native``."""
+    from vllm.model_executor.models.utils import PPMissingLayer
+
+    return type(f"Remote{native.__name__}", (RemoteFFN, native, PPMissingLayer), {"__module__": __name__})
+
+
+def make_remote(native: nn.Module, layer: int) -> nn.Module:
+    """A stand-in for ``native``, the FFN of decoder layer number ``layer``, with its plain public attributes."""
+    cls = remote_class(type(native))
+    stand_in = cls.__new__(cls)
+    nn.Module.__init__(stand_in)
+    for name, value in vars(native).items():
+        if not name.startswith("_") and isinstance(value, _PLAIN):
+            setattr(stand_in, name, value)
+    stand_in.afd_layer = layer  # type: ignore[assignment]
+    return stand_in.train(native.training)

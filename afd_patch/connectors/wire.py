@@ -1,0 +1,119 @@
+"""The wire format: a fixed 64-byte header, then the payload. No pickle, ever.
+
+Everything is little-endian. A header is checked completely before a byte of payload is read or allocated. The
+handshake (``HELLO``, ``WELCOME``, ``REFUSE``, ``READY``) carries a small JSON object; ``CALL`` and ``REPLY`` carry
+rows, or nothing where the rows travel in shared memory; ``ERROR`` carries a sentence. docs/wire-protocol.md has the
+layout as a table.
+"""
+
+from __future__ import annotations
+
+import json
+import struct
+from dataclasses import dataclass
+from enum import IntEnum
+from typing import Any
+
+from afd_patch.errors import ProtocolError
+
+MAGIC = b"AFD1"
+PROTOCOL_VERSION = 1
+
+_HEADER = struct.Struct("<4sHBBIHHQQQIIIIQ")
+HEADER_SIZE = _HEADER.size
+
+#: Largest handshake or error text that is accepted, in bytes.
+MAX_TEXT = 64 * 1024
+
+
+class Kind(IntEnum):
+    """What a frame is."""
+
+    HELLO = 1  # attention -> FFN: who I am and what I expect
+    WELCOME = 2  # FFN -> attention: we belong together; READY follows when the weights are loaded
+    REFUSE = 3  # either way: we do not, with the reason; the connection closes
+    READY = 4  # FFN -> attention: calls are answered from now on
+    CALL = 5  # attention -> FFN: rows for one layer
+    REPLY = 6  # FFN -> attention: the result of one call
+    ERROR = 7  # FFN -> attention: the call failed, with the reason
+
+
+class DType(IntEnum):
+    """Element types that cross, by their code on the wire."""
+
+    NONE = 0
+    BFLOAT16 = 1
+    FLOAT16 = 2
+    FLOAT32 = 3
+
+
+ITEMSIZE = {DType.NONE: 0, DType.BFLOAT16: 2, DType.FLOAT16: 2, DType.FLOAT32: 4}
+
+#: ``flags``: the rows are in the connection's shared memory and no payload follows.
+FLAG_SHARED_MEMORY = 1
+
+
+@dataclass(frozen=True, slots=True)
+class Header:
+    """One frame's header.
+
+    ``session`` is given by the server to one connection; ``transaction`` counts the forwards of the caller and
+    ``call`` its calls, so a late or repeated reply is recognised. ``rows`` and ``width`` are the shape of the
+    payload in elements, ``payload`` its length in bytes.
+    """
+
+    kind: Kind
+    session: int = 0
+    transaction: int = 0
+    call: int = 0
+    layer: int = 0
+    stage: int = 0
+    dtype: DType = DType.NONE
+    rows: int = 0
+    width: int = 0
+    flags: int = 0
+    payload: int = 0
+
+    def pack(self) -> bytes:
+        return _HEADER.pack(
+            MAGIC, PROTOCOL_VERSION, self.kind, self.dtype, self.flags, self.layer, self.stage, self.session,
+            self.transaction, self.call, self.rows, self.width, 0, 0, self.payload,
+        )  # fmt: skip
+
+
+def unpack(data: bytes | bytearray | memoryview) -> Header:
+    """The header in ``data`` (exactly ``HEADER_SIZE`` bytes); raises ``ProtocolError`` when it is none."""
+    (magic, version, kind, dtype, flags, layer, stage, session, transaction, call, rows, width, spare1, spare2, payload) = (
+        _HEADER.unpack(data)
+    )
+    if magic != MAGIC:
+        raise ProtocolError(f"not an AFD frame: it starts with {bytes(magic)!r}")
+    if version != PROTOCOL_VERSION:
+        raise ProtocolError(f"AFD protocol {version} from the peer, {PROTOCOL_VERSION} here; use the same afd_patch on both sides")
+    if spare1 or spare2:
+        raise ProtocolError("reserved header fields are not zero")
+    try:
+        return Header(
+            Kind(kind), session, transaction, call, layer, stage, DType(dtype), rows, width, flags, payload
+        )
+    except ValueError as error:
+        raise ProtocolError(f"unknown frame kind or dtype: {error}") from None
+
+
+def text_frame(kind: Kind, content: dict[str, Any], **fields: int) -> bytes:
+    """A frame that carries JSON."""
+    body = json.dumps(content, sort_keys=True).encode()
+    if len(body) > MAX_TEXT:
+        raise ProtocolError(f"{kind.name} would be {len(body)} bytes, more than {MAX_TEXT}")
+    return Header(kind, payload=len(body), **fields).pack() + body
+
+
+def parse_text(body: bytes | bytearray | memoryview) -> dict[str, Any]:
+    """The JSON object of a handshake or error frame."""
+    try:
+        content = json.loads(bytes(body))
+    except (ValueError, RecursionError) as error:
+        raise ProtocolError(f"handshake is not JSON: {error}") from None
+    if not isinstance(content, dict):
+        raise ProtocolError("handshake is not a JSON object")
+    return content

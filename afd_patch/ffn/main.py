@@ -1,0 +1,68 @@
+"""The FFN role as a process: listen, shake hands while loading, serve, drain."""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import threading
+from typing import Any
+
+from afd_patch import activation, boundaries
+from afd_patch.config import AFDConfig
+from afd_patch.ffn.listener import Listener
+from afd_patch.ffn.runner import FFNRunner
+from afd_patch.ffn.server import FFNServer
+from afd_patch.identity import identify
+
+logger = logging.getLogger("vllm.afd_patch")
+
+
+def run_ffn_server(model: str, listen: str, engine: dict[str, Any]) -> None:
+    """Serve the FFN of ``model`` at endpoint ``listen`` until SIGTERM or SIGINT; ``engine`` are ``EngineArgs``.
+
+    Raises ``AFDError`` for what can be said before loading, and whatever the native loader raises.
+    """
+    config = AFDConfig.build(role="ffn", listen=listen)
+    serve(config, {"model": model, **engine})
+
+
+def serve(config: AFDConfig, engine: dict[str, Any]) -> None:
+    """Like ``run_ffn_server``, with a configuration."""
+    assert config.listen is not None
+    # One process: the native worker runs here, and binds no threads itself.
+    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+    activation.start(config, from_environment=False)
+    listener = Listener(config.listen)
+    try:
+        from vllm.engine.arg_utils import EngineArgs
+
+        vllm_config = EngineArgs(**engine).create_engine_config()
+        boundary = boundaries.find(vllm_config.model_config.hf_config.architectures[0])
+        server = FFNServer(listener, identify(vllm_config, boundary, config), spin=config.spin_us * 1e-6)
+        _serve(server, vllm_config, config)
+    finally:
+        listener.close()
+
+
+def _serve(server: FFNServer, vllm_config: Any, config: AFDConfig) -> None:
+    handshakes = threading.Thread(target=server.shake_hands, name="afd-handshakes", daemon=True)
+    handshakes.start()
+    try:
+        runner = FFNRunner(vllm_config)
+    finally:
+        server.stop_loop()
+        handshakes.join()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, lambda *_: server.drain(config.call_timeout))
+    identity = server.identity
+    logger.info(
+        "AFD ffn: ready: %d layers of %s (%s, hidden %d) at %s, up to %d rows a call",
+        identity.layers, identity.architecture, identity.dtype, identity.hidden_size, config.listen, identity.max_rows,
+    )  # fmt: skip
+    try:
+        server.serve(runner.compute_ffn_output)
+        logger.info("AFD ffn: stopped after %d calls", server.calls)
+    finally:
+        server.close()
+        runner.shutdown()

@@ -1,0 +1,50 @@
+"""FFNRunner: vLLM's native executor with nothing but FFN modules in its model.
+
+The native worker initialises the device, the process groups, the model and the weights, so quantisation and device
+set-up are the native ones. No scheduler, no KV cache, no HTTP server is involved.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from afd_patch.errors import ConnectorError
+
+
+class FFNRunner:
+    """Loads the FFN of every decoder layer of ``vllm_config``'s model in this process."""
+
+    def __init__(self, vllm_config: Any) -> None:
+        from vllm.v1.executor.uniproc_executor import UniProcExecutor
+
+        from afd_patch.patches.model_load import take_loaded
+
+        self.vllm_config = vllm_config
+        self._executor = UniProcExecutor(vllm_config)
+        build = take_loaded(vllm_config)
+        self._layers: dict[int, nn.Module] = build.layers
+
+    @property
+    def layers(self) -> tuple[int, ...]:
+        return tuple(sorted(self._layers))
+
+    @torch.inference_mode()
+    def compute_ffn_output(self, layer: int, rows: torch.Tensor) -> torch.Tensor:
+        """The native FFN of decoder layer ``layer`` applied to ``rows``.
+
+        ``rows`` is ``[tokens, hidden]`` in the model's dtype, on any device; native code may write to it. The result
+        has the same shape and dtype.
+        """
+        from vllm.forward_context import set_forward_context
+
+        module = self._layers.get(layer)
+        if module is None:
+            raise ConnectorError(f"layer {layer} is not served here (layers: {self.layers})")
+        with set_forward_context(None, self.vllm_config, num_tokens=rows.shape[0]):
+            return module(rows)  # type: ignore[no-any-return]
+
+    def shutdown(self) -> None:
+        self._executor.shutdown()

@@ -1,0 +1,154 @@
+"""Who a process is, for the handshake: everything in which the two roles must agree.
+
+The model is identified by content, never by path: a relative path, a symlink and a copy are the same model. The
+fingerprint covers the configuration, the names, shapes and types of all checkpoint tensors, and a sample of their
+values that is small enough to read at every start.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import struct
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from afd_patch.errors import HandshakeError
+
+if TYPE_CHECKING:
+    from afd_patch.boundaries import Boundary
+    from afd_patch.config import AFDConfig
+
+#: Keys of config.json that say where a model came from, not what it is.
+_PROVENANCE = ("_name_or_path", "transformers_version", "_commit_hash")
+#: Sampled per file: this many places, this many bytes each.
+_SAMPLES, _SAMPLE_BYTES = 64, 4096
+
+
+@dataclass(frozen=True)
+class Identity:
+    """What one side announces. All fields but ``max_rows`` must be equal on both sides.
+
+    ``model`` and ``weights`` are hexadecimal digests; ``hidden_size`` is in elements; ``layers`` is the number of
+    decoder layers; ``max_rows`` is the largest number of rows of one call (attention: sends, FFN: accepts).
+    """
+
+    vllm: str
+    model: str
+    weights: str
+    architecture: str
+    boundary: str
+    gate: str
+    dtype: str
+    hidden_size: int
+    layers: int
+    compiled: bool
+    max_rows: int
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+    @classmethod
+    def from_json(cls, content: dict[str, Any]) -> Identity:
+        """Raises ``HandshakeError`` when a field is missing or has another type."""
+        values: dict[str, Any] = {}
+        for field in fields(cls):
+            value = content.get(field.name)
+            if type(value).__name__ != field.type:
+                raise HandshakeError(f"the peer's handshake has no proper {field.name!r} (got {value!r:.80})")
+            values[field.name] = value
+        return cls(**values)
+
+    def mismatch(self, other: Identity) -> str | None:
+        """A sentence with both values of the first fields that differ (``self`` is here, ``other`` the peer)."""
+        differing = [
+            f"{field.name}: {getattr(self, field.name)!r} here, {getattr(other, field.name)!r} there"
+            for field in fields(self)
+            if field.name != "max_rows" and getattr(self, field.name) != getattr(other, field.name)
+        ]
+        if not differing:
+            return None
+        return "the two roles do not belong together; " + "; ".join(differing)
+
+
+def identify(vllm_config: Any, boundary: Boundary, config: AFDConfig) -> Identity:
+    """The identity of a process with vLLM's configuration ``vllm_config``."""
+    import vllm
+    from vllm.config import CompilationMode
+
+    model_config = vllm_config.model_config
+    return Identity(
+        vllm=vllm.__version__,
+        model=_digest(_config_content(model_config)),
+        weights=_weights(vllm_config),
+        architecture=model_config.hf_config.architectures[0],
+        boundary=boundary.family,
+        gate=config.gate,
+        dtype=str(model_config.dtype).removeprefix("torch."),
+        hidden_size=int(model_config.hf_text_config.hidden_size),
+        layers=int(model_config.hf_text_config.num_hidden_layers),
+        compiled=vllm_config.compilation_config.mode != CompilationMode.NONE,
+        max_rows=int(vllm_config.scheduler_config.max_num_batched_tokens),
+    )
+
+
+def _weights(vllm_config: Any) -> str:
+    if vllm_config.load_config.load_format == "dummy":
+        return "dummy"
+    folder = Path(vllm_config.model_config.model)
+    if folder.is_dir():
+        return weights_fingerprint(folder)
+    # A model of the hub is identified by its commit.
+    return f"hub:{getattr(vllm_config.model_config.hf_config, '_commit_hash', None)}"
+
+
+def _config_content(model_config: Any) -> dict[str, Any]:
+    content: dict[str, Any] = model_config.hf_config.to_dict()
+    content["quantization"] = model_config.quantization
+    return {key: value for key, value in content.items() if key not in _PROVENANCE}
+
+
+def _digest(content: dict[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(content, sort_keys=True, default=str).encode()).hexdigest()[:16]
+
+
+def weights_fingerprint(folder: Path) -> str:
+    """A digest of the checkpoint in ``folder``: independent of file names and of how it is sharded.
+
+    Covers each tensor's name, dtype and shape, and the first and last bytes of up to a few thousand tensors.
+    """
+    files = sorted(folder.glob("*.safetensors"))
+    if not files:
+        return _other_files_fingerprint(folder)
+    digest = hashlib.sha256()
+    entries: dict[str, tuple[Path, int, dict[str, Any]]] = {}
+    for path in files:
+        with path.open("rb") as file:
+            (length,) = struct.unpack("<Q", file.read(8))
+            header = json.loads(file.read(length))
+        header.pop("__metadata__", None)
+        entries.update({name: (path, 8 + length, entry) for name, entry in header.items()})
+    step = max(1, len(entries) // (_SAMPLES * max(1, len(files))))
+    for position, name in enumerate(sorted(entries)):
+        path, start, entry = entries[name]
+        digest.update(f"{name} {entry['dtype']} {entry['shape']}\n".encode())
+        if position % step == 0:
+            begin, end = entry["data_offsets"]
+            with path.open("rb") as file:
+                file.seek(start + begin)
+                digest.update(file.read(min(_SAMPLE_BYTES, end - begin)))
+    return digest.hexdigest()[:16]
+
+
+def _other_files_fingerprint(folder: Path) -> str:
+    digest = hashlib.sha256()
+    for path in sorted(p for pattern in ("*.bin", "*.pt") for p in folder.glob(pattern)):
+        size = path.stat().st_size
+        digest.update(f"{size}\n".encode())
+        with path.open("rb") as file:
+            for sample in range(_SAMPLES):
+                file.seek(size * sample // _SAMPLES)
+                digest.update(os.read(file.fileno(), _SAMPLE_BYTES))
+    return digest.hexdigest()[:16]

@@ -1,0 +1,97 @@
+"""Construction of decoder layers: what a role does not own is never built with storage, and gives way to a stand-in.
+
+Native constructors run untouched, with the arguments they got. While the main model of an active role is built:
+
+* attention role: FFN classes are constructed on the meta device, so every native attribute exists and no FFN weight
+  is ever allocated;
+* FFN role: attention classes are not constructed at all (no KV registration, no rope cache, no attention backend
+  needed), and every parameter outside of the FFN modules goes to the meta device as it is registered.
+
+When the model is complete and before any weight is read, ``ModelBuild.finish`` puts the stand-ins in place. Everything
+that is switched on for a construction is switched off when it ends, also on an exception. Draft models of speculative
+decoding reuse the same classes; they are no main model and stay as they are.
+"""
+
+from __future__ import annotations
+
+from contextvars import ContextVar
+from typing import TYPE_CHECKING, Any
+
+from afd_patch import boundaries
+from afd_patch.patch_manager import Patch, host
+from afd_patch.patches.model_build import ModelBuild
+
+if TYPE_CHECKING:
+    from afd_patch.config import AFDConfig
+
+#: The main model that is being loaded in this thread, set by ``model_load.py``.
+CURRENT_BUILD: ContextVar[ModelBuild | None] = ContextVar("afd_patch_current_build", default=None)
+
+
+def patches(config: AFDConfig) -> list[Patch]:
+    layer_patches = [
+        patch
+        for table in boundaries.TABLES
+        for patch in (
+            _constructor(table.decoder, _decoder_layer, "knows which module is a layer's FFN, and counts the layers"),
+            *(_constructor(name, _ffn_module, "its weights belong to the FFN role only") for name in table.ffn),
+            *(_constructor(name, _attention_module, "the FFN role has no attention") for name in table.attention),
+        )
+    ]
+    return [
+        *layer_patches,
+        Patch(
+            name="construction.initialize_model",
+            target="vllm.model_executor.model_loader.utils:initialize_model",
+            make=host(_initialize_model),
+            params=("vllm_config", "model_config"),
+            why="after it the native model is complete and no weight was read: the moment for the stand-ins",
+            upstream="vllm/model_executor/model_loader/utils.py initialize_model, called by every loader",
+            removal="a vLLM hook between model construction and weight loading",
+        ),
+    ]
+
+
+def _constructor(target: str, wrapper: Any, why: str) -> Patch:
+    module, _, cls = target.partition(":")
+    return Patch(
+        name=f"construction.{cls}",
+        target=f"{target}.__init__",
+        make=host(wrapper),
+        why=f"{cls}: {why}",
+        upstream=f"{module.replace('.', '/')}.py {cls}.__init__",
+        removal="a vLLM option that builds a model without its FFN, or without its attention",
+    )
+
+
+def _decoder_layer(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> None:
+    build = CURRENT_BUILD.get()
+    if build is None or not build.constructing:
+        return wrapped(*args, **kwargs)
+    with build.decoder_layer(instance):
+        return wrapped(*args, **kwargs)
+
+
+def _ffn_module(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> None:
+    build = CURRENT_BUILD.get()
+    if build is None or not build.inside_layer:
+        return wrapped(*args, **kwargs)
+    with build.ffn_module(instance):
+        return wrapped(*args, **kwargs)
+
+
+def _attention_module(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> None:
+    build = CURRENT_BUILD.get()
+    if build is None or not build.inside_layer or build.role == "attention":
+        return wrapped(*args, **kwargs)
+    build.leave_out_attention(instance)
+
+
+def _initialize_model(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
+    build = CURRENT_BUILD.get()
+    if build is None:
+        return wrapped(*args, **kwargs)
+    with build.construction():
+        model = wrapped(*args, **kwargs)
+    build.finish(model)
+    return model

@@ -1,0 +1,111 @@
+"""Engine configuration: refuses what a role cannot do, and makes every process of the engine know its role.
+
+The role goes into ``additional_config``: vLLM hashes it, so compiled artefacts of stock and AFD processes are never
+mixed, and carries it to every child process, where ``model_load.py`` compares it with the child's own activation.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Any
+
+from afd_patch import boundaries
+from afd_patch.errors import UnsupportedError
+from afd_patch.patch_manager import Patch, host
+
+if TYPE_CHECKING:
+    from afd_patch.boundaries import Boundary
+    from afd_patch.config import AFDConfig
+
+#: Where the role is in ``VllmConfig.additional_config``.
+ADDITIONAL_CONFIG_KEY = "afd_patch"
+
+#: Loaders that were tried with both roles.
+LOAD_FORMATS = ("auto", "hf", "safetensors", "dummy")
+
+
+def patches(config: AFDConfig) -> list[Patch]:
+    return [
+        Patch(
+            name="engine_config.create",
+            target="vllm.engine.arg_utils:EngineArgs.create_engine_config",
+            make=host(_create(config)),
+            why="refuses unsupported settings before anything is loaded, and tells child processes and caches the role",
+            upstream="vllm/engine/arg_utils.py EngineArgs.create_engine_config, the only way to a VllmConfig",
+            removal="a plugin hook in vLLM for checking and extending the finished configuration",
+        )
+    ]
+
+
+def _create(config: AFDConfig) -> Callable[..., Any]:
+    def create_engine_config(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
+        from afd_patch.activation import stopping
+
+        vllm_config = wrapped(*args, **kwargs)
+        with stopping():
+            boundary = boundaries.find(vllm_config.model_config.hf_config.architectures[0])
+            check_supported(config, vllm_config, boundary)
+            prepare(config, vllm_config)
+            if config.role == "attention":
+                from afd_patch.attention.connect import preflight
+
+                preflight(config, vllm_config, boundary)
+        return vllm_config
+
+    return create_engine_config
+
+
+def prepare(config: AFDConfig, vllm_config: Any) -> None:
+    """Mark ``vllm_config`` as belonging to the role of ``config``."""
+    present = vllm_config.additional_config
+    if not isinstance(present, dict):
+        raise UnsupportedError("additional_config is not a dict, so the role cannot be added to it; pass a JSON object")
+    vllm_config.additional_config = {**present, ADDITIONAL_CONFIG_KEY: config.graph_key()}
+    compilation = vllm_config.compilation_config
+    if config.role == "attention" and compilation.splitting_ops:
+        # Graph pieces end before the hand-off and start after it.
+        compilation.splitting_ops = [*compilation.splitting_ops, "afd_patch::remote_ffn"]
+
+
+def check_supported(config: AFDConfig, vllm_config: Any, boundary: Boundary) -> None:
+    """Raise ``UnsupportedError`` with every reason why this role cannot run ``vllm_config``."""
+    reasons = list(_refusals(config, vllm_config))
+    if reasons:
+        raise UnsupportedError(
+            f"{vllm_config.model_config.hf_config.architectures[0]} cannot run in the {config.role} role like this: "
+            + "; ".join(reasons)
+        )
+
+
+def _refusals(config: AFDConfig, vllm_config: Any) -> Iterator[str]:
+    model, parallel, speculative = vllm_config.model_config, vllm_config.parallel_config, vllm_config.speculative_config
+    for option, size in (
+        ("--tensor-parallel-size", parallel.tensor_parallel_size),
+        ("--pipeline-parallel-size", parallel.pipeline_parallel_size),
+        ("--data-parallel-size", parallel.data_parallel_size),
+    ):
+        if size > 1:
+            yield f"{option} {size} is not supported yet; leave it at 1"
+    if parallel.enable_expert_parallel:
+        yield "--enable-expert-parallel is not supported yet; leave it out"
+    if parallel.enable_eplb:
+        yield "--enable-eplb moves experts between ranks that the other role cannot see; leave it out"
+    if parallel.enable_dbo:
+        yield "--enable-dbo is not supported yet; leave it out"
+    if config.gate == "attention":
+        yield "AFD_GATE=attention is not supported yet; use AFD_GATE=ffn"
+    if vllm_config.load_config.load_format not in LOAD_FORMATS:
+        yield (
+            f"--load-format {vllm_config.load_config.load_format} was not tried with split roles; "
+            f"use one of: {', '.join(LOAD_FORMATS)}"
+        )
+    if model.model_impl not in ("auto", "vllm"):
+        yield f"--model-impl {model.model_impl} builds the layers outside of vLLM's own model code; use vllm"
+    if vllm_config.lora_config is not None:
+        yield "--enable-lora is not supported yet; leave it out"
+    if speculative is not None and speculative.method != "ngram":
+        yield f"speculative method {speculative.method!r} is not supported yet; use ngram, or none"
+    if vllm_config.kv_transfer_config is not None:
+        yield "--kv-transfer-config is not supported yet; leave it out"
+    if config.role == "attention" and model.runner_type != "generate":
+        yield f"--runner {model.runner_type} is not supported yet; only text generation is"
