@@ -32,7 +32,7 @@ class Identity:
     """What one side announces. All fields but ``max_rows`` must be equal on both sides.
 
     ``model`` and ``weights`` are hexadecimal digests; ``hidden_size`` is in elements; ``layers`` is the number of
-    decoder layers; ``max_rows`` is the largest number of rows of one call (attention: sends, FFN: accepts).
+    decoder layers; ``dtype`` is that of the rows, ``reply_dtype`` that of the results; ``max_rows`` is the largest number of rows of one call (attention: sends, FFN: accepts).
     """
 
     vllm: str
@@ -42,6 +42,7 @@ class Identity:
     boundary: str
     gate: str
     dtype: str
+    reply_dtype: str
     hidden_size: int
     layers: int
     compiled: bool
@@ -79,6 +80,8 @@ def identify(vllm_config: Any, boundary: Boundary, config: AFDConfig) -> Identit
     from vllm.config import CompilationMode
 
     model_config = vllm_config.model_config
+    compiled = vllm_config.compilation_config.mode != CompilationMode.NONE
+    dtype = str(model_config.dtype).removeprefix("torch.")
     return Identity(
         vllm=vllm.__version__,
         model=_digest(_config_content(model_config)),
@@ -86,10 +89,11 @@ def identify(vllm_config: Any, boundary: Boundary, config: AFDConfig) -> Identit
         architecture=model_config.hf_config.architectures[0],
         boundary=boundary.family,
         gate=config.gate,
-        dtype=str(model_config.dtype).removeprefix("torch."),
+        dtype=dtype,
+        reply_dtype="float32" if compiled and boundary.ends_in_sum else dtype,
         hidden_size=int(model_config.hf_text_config.hidden_size),
         layers=int(model_config.hf_text_config.num_hidden_layers),
-        compiled=vllm_config.compilation_config.mode != CompilationMode.NONE,
+        compiled=compiled,
         max_rows=int(vllm_config.scheduler_config.max_num_batched_tokens),
     )
 

@@ -23,12 +23,14 @@ class RemoteFFN:
     """The behaviour of a stand-in; mixed in front of the native class."""
 
     afd_layer: int
+    afd_reply_dtype: torch.dtype
 
     def forward(self, hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
         """``[tokens, hidden]`` in, the same shape and dtype out; the input is not written to."""
-        out = torch.empty_like(hidden_states)
+        out = torch.empty_like(hidden_states, dtype=self.afd_reply_dtype)
         REMOTE_FFN(hidden_states, out, self.afd_layer)
-        return out
+        # A compiler that fuses what follows leaves this conversion out, as it does in the stock graph.
+        return out.to(hidden_states.dtype)
 
     def extra_repr(self) -> str:
         return f"layer={self.afd_layer}"
@@ -42,8 +44,11 @@ def remote_class(native: type[nn.Module]) -> type[nn.Module]:
     return type(f"Remote{native.__name__}", (RemoteFFN, native, PPMissingLayer), {"__module__": __name__})
 
 
-def make_remote(native: nn.Module, layer: int) -> nn.Module:
-    """A stand-in for ``native``, the FFN of decoder layer number ``layer``, with its plain public attributes."""
+def make_remote(native: nn.Module, layer: int, reply_dtype: torch.dtype) -> nn.Module:
+    """A stand-in for ``native``, the FFN of decoder layer number ``layer``, with its plain public attributes.
+
+    Results arrive as ``reply_dtype``.
+    """
     cls = remote_class(type(native))
     stand_in = cls.__new__(cls)
     nn.Module.__init__(stand_in)
@@ -51,4 +56,5 @@ def make_remote(native: nn.Module, layer: int) -> nn.Module:
         if not name.startswith("_") and isinstance(value, _PLAIN):
             setattr(stand_in, name, value)
     stand_in.afd_layer = layer  # type: ignore[assignment]
+    stand_in.afd_reply_dtype = reply_dtype  # type: ignore[assignment]
     return stand_in.train(native.training)

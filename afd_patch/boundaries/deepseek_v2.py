@@ -22,4 +22,5 @@ DEEPSEEK_V2 = Boundary(
         f"{_MODULE}:DeepseekV2Attention",
         f"{_MODULE}:DeepseekV2MLAAttention",
     ),
+    ends_in_sum=True,
 )

@@ -62,8 +62,9 @@ class Boundary:
     Classes are written ``module:Class``, where they are defined. ``decoder`` lists the decoder layer class,
     ``ffn_attribute`` the attribute that it assigns its FFN to. ``dense`` and ``moe`` are the FFN classes that it may
     assign, ``attention`` the classes whose construction the FFN role leaves out. ``crosses`` describes the tensors
-    of one hand-off for the reader and the handshake. ``refused`` maps a feature to the reason why this family
-    cannot have it.
+    of one hand-off for the reader. ``ends_in_sum``: the FFN's last operation is an addition (of shared and routed
+    experts), which a compiler fuses with the residual addition that follows it, without rounding in between; results
+    of compiled FFNs of such a family cross as float32, so that the attention side rounds where stock vLLM does.
     """
 
     family: str
@@ -75,7 +76,7 @@ class Boundary:
     moe: tuple[str, ...] = ()
     crosses: str = "rows [tokens, hidden] in the model's dtype, both ways"
     weights: WeightRules = field(default_factory=WeightRules)
-    refused: tuple[tuple[str, str], ...] = ()
+    ends_in_sum: bool = False
 
     @property
     def ffn(self) -> tuple[str, ...]:

@@ -16,6 +16,7 @@ from afd_patch.connectors import shared_memory, stream, wire
 from afd_patch.connectors.endpoint import Endpoint
 from afd_patch.connectors.wire import DType, Header, Kind
 from afd_patch.errors import ConnectorError, HandshakeError, ProtocolError, RemoteFFNError
+from afd_patch.identity import Identity
 
 WIRE_DTYPES = {torch.bfloat16: DType.BFLOAT16, torch.float16: DType.FLOAT16, torch.float32: DType.FLOAT32}
 #: Seconds for the peer to answer a handshake once it is connected.
@@ -25,29 +26,27 @@ HANDSHAKE_TIMEOUT = 10.0
 class Channel:
     """One connection to ``endpoint``, after a successful handshake as ``identity``."""
 
-    def __init__(self, endpoint: Endpoint, identity: dict[str, Any], timeout: float) -> None:
+    def __init__(self, endpoint: Endpoint, identity: Identity, timeout: float) -> None:
         """Connect and shake hands within ``timeout`` seconds.
 
         Raises ``OSError`` when nobody listens, ``HandshakeError`` when the server refuses, ``ConnectorError`` when
         it does not answer.
         """
         self.endpoint = endpoint
-        self._width: int = identity["hidden_size"]
-        self._dtype: torch.dtype = getattr(torch, identity["dtype"])
-        self._max_rows: int = identity["max_rows"]
+        self._identity = identity
         self._header = memoryview(bytearray(wire.HEADER_SIZE))
         self._shared: shared_memory.SharedRows | None = None
         self._socket = stream.connect(endpoint, timeout)
         try:
-            self._shake_hands(identity, time.monotonic() + min(timeout, HANDSHAKE_TIMEOUT))
+            self._shake_hands(time.monotonic() + min(timeout, HANDSHAKE_TIMEOUT))
         except BaseException:
             self.close()
             raise
 
-    def _shake_hands(self, identity: dict[str, Any], deadline: float) -> None:
-        hello: dict[str, Any] = {"identity": identity}
+    def _shake_hands(self, deadline: float) -> None:
+        hello: dict[str, Any] = {"identity": self._identity.to_json()}
         if self._socket.family == socket.AF_UNIX:
-            area = shared_memory.area_bytes(self._max_rows, self._width, self._dtype.itemsize)
+            area = shared_memory.area_bytes(self._identity)
             fd = shared_memory.create(area)
             try:
                 self._shared = shared_memory.SharedRows(fd, area)
@@ -89,10 +88,9 @@ class Channel:
         """One call; see ``FFNConnector.call``. A ``Channel`` that raised is of no use any more."""
         count, width = rows.shape
         shared = self._shared
-        payload = rows.nbytes
         request = Header(
             Kind.CALL, self.session, transaction, call, layer, stage, WIRE_DTYPES[rows.dtype], count, width,
-            wire.FLAG_SHARED_MEMORY if shared else 0, 0 if shared else payload,
+            wire.FLAG_SHARED_MEMORY if shared else 0, 0 if shared else rows.nbytes,
         ).pack()  # fmt: skip
         if shared is not None:
             shared.request(count, width, rows.dtype).copy_(rows)
@@ -105,19 +103,19 @@ class Channel:
         if reply.kind is Kind.ERROR:
             content = self._receive_body(reply, deadline)
             raise RemoteFFNError(f"{self.endpoint}, layer {layer}: {content.get('reason')}")
-        expected = (Kind.REPLY, self.session, transaction, call, layer, stage, WIRE_DTYPES[rows.dtype], count, width)
+        expected = (Kind.REPLY, self.session, transaction, call, layer, stage, WIRE_DTYPES[out.dtype], count, width)
         got = (
             reply.kind, reply.session, reply.transaction, reply.call, reply.layer, reply.stage, reply.dtype, reply.rows,
             reply.width,
         )  # fmt: skip
-        if got != expected or reply.payload != (0 if shared else payload):
+        if got != expected or reply.payload != (0 if shared else out.nbytes):
             raise ProtocolError(f"{self.endpoint}, layer {layer}: the reply belongs to another call ({reply})")
         if shared is not None:
-            out.copy_(shared.reply(count, width, rows.dtype))
+            out.copy_(shared.reply(count, width, out.dtype))
         elif out.device.type == "cpu" and out.is_contiguous():
             stream.receive_exactly(self._socket, _bytes_of(out), deadline)
         else:
-            landing = torch.empty(rows.shape, dtype=rows.dtype)
+            landing = torch.empty(out.shape, dtype=out.dtype)
             stream.receive_exactly(self._socket, _bytes_of(landing), deadline)
             out.copy_(landing)
 

@@ -12,13 +12,13 @@ import logging
 import threading
 import time
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 
 from afd_patch.connectors.client import Channel
 from afd_patch.connectors.endpoint import Endpoint
 from afd_patch.errors import ConnectorError, HandshakeError, RemoteFFNError
+from afd_patch.identity import Identity
 
 logger = logging.getLogger("vllm.afd_patch")
 
@@ -32,7 +32,7 @@ class RetryingConnector:
     """An ``FFNConnector`` over the servers at ``endpoints``, as ``identity``. Times are seconds."""
 
     def __init__(
-        self, endpoints: Sequence[Endpoint], identity: dict[str, Any], *, connect_timeout: float, call_timeout: float,
+        self, endpoints: Sequence[Endpoint], identity: Identity, *, connect_timeout: float, call_timeout: float,
         spin: float = 0.0,
     ) -> None:  # fmt: skip
         self.endpoints = tuple(endpoints)

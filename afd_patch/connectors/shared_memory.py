@@ -17,6 +17,7 @@ import socket
 import torch
 
 from afd_patch.errors import ProtocolError
+from afd_patch.identity import Identity
 
 _SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
 
@@ -42,9 +43,10 @@ class SharedRows:
         return self._bytes[start : start + size].view(dtype).view(rows, width)
 
 
-def area_bytes(max_rows: int, width: int, itemsize: int) -> int:
-    """Bytes of one area, in whole pages."""
-    return -(-max(1, max_rows * width * itemsize) // mmap.PAGESIZE) * mmap.PAGESIZE
+def area_bytes(identity: Identity) -> int:
+    """Bytes of one area, in whole pages: room for the largest request, and for the largest reply."""
+    itemsize = max(getattr(torch, name).itemsize for name in (identity.dtype, identity.reply_dtype))
+    return -(-identity.max_rows * identity.hidden_size * itemsize // mmap.PAGESIZE) * mmap.PAGESIZE
 
 
 def create(area: int) -> int:

@@ -16,6 +16,7 @@ import torch
 from afd_patch.connectors import shared_memory, stream, wire
 from afd_patch.connectors.wire import Header, Kind
 from afd_patch.errors import ProtocolError
+from afd_patch.identity import Identity
 
 #: Seconds a peer has for its handshake, and for the rest of a frame once it has begun.
 FRAME_TIMEOUT = 10.0
@@ -106,19 +107,21 @@ class Peer:
 
     # -- the handshake --------------------------------------------------------------------------------------------
 
-    def accept(self, max_rows: int, width: int, dtype: torch.dtype, area: object) -> None:
+    def accept(self, identity: Identity, area: object) -> None:
         """Make the buffers of a peer whose handshake was right; ``area`` is what it said of its shared memory."""
         if area is not None:
-            expected = shared_memory.area_bytes(max_rows, width, dtype.itemsize)
+            expected = shared_memory.area_bytes(identity)
             if area != expected or len(self._fds) != 1:
                 raise ProtocolError(f"shared memory of {area!r} bytes and {len(self._fds)} files; {expected} and 1 expected")
             shared_memory.check(self._fds[0], expected)
             self.shared = shared_memory.SharedRows(self._fds[0], expected)
         else:
             # Pages of this buffer become real when rows arrive in them.
-            self.rows_buffer = torch.empty(max_rows * width, dtype=dtype)
+            self.rows_buffer = torch.empty(
+                identity.max_rows * identity.hidden_size, dtype=getattr(torch, identity.dtype)
+            )
         self._close_fds()
-        self.max_rows = max_rows
+        self.max_rows = identity.max_rows
         self.welcome = True
 
     # -- sending --------------------------------------------------------------------------------------------------

@@ -6,12 +6,17 @@ set-up are the native ones. No scheduler, no KV cache, no HTTP server is involve
 
 from __future__ import annotations
 
+import logging
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import nn
 
 from afd_patch.errors import ConnectorError
+from afd_patch.ffn.compiled import EXAMPLE_ROWS, compile_layer, compiles_ffn
+
+logger = logging.getLogger("vllm.afd_patch")
 
 
 class FFNRunner:
@@ -25,7 +30,9 @@ class FFNRunner:
         self.vllm_config = vllm_config
         self._executor = UniProcExecutor(vllm_config)
         build = take_loaded(vllm_config)
-        self._layers: dict[int, nn.Module] = build.layers
+        self._layers: dict[int, Callable[[torch.Tensor], torch.Tensor]] = dict(build.layers)
+        if compiles_ffn(vllm_config):
+            self._compile(build.layers, build.reply_dtype)
 
     @property
     def layers(self) -> tuple[int, ...]:
@@ -36,7 +43,7 @@ class FFNRunner:
         """The native FFN of decoder layer ``layer`` applied to ``rows``.
 
         ``rows`` is ``[tokens, hidden]`` in the model's dtype, on any device; native code may write to it. The result
-        has the same shape and dtype.
+        has the same shape; its dtype is the ``reply_dtype`` of the identity.
         """
         from vllm.forward_context import set_forward_context
 
@@ -45,6 +52,18 @@ class FFNRunner:
             raise ConnectorError(f"layer {layer} is not served here (layers: {self.layers})")
         with set_forward_context(None, self.vllm_config, num_tokens=rows.shape[0]):
             return module(rows)  # type: ignore[no-any-return]
+
+    def _compile(self, modules: dict[int, nn.Module], reply_dtype: torch.dtype) -> None:
+        """Compile every layer now: a first call that takes seconds would look like a dead server."""
+        model = self.vllm_config.model_config
+        for layer, module in modules.items():
+            self._layers[layer] = compile_layer(module, layer, self.vllm_config, reply_dtype)
+            rows = torch.zeros(
+                EXAMPLE_ROWS, model.hf_text_config.hidden_size, dtype=model.dtype, device=self.vllm_config.device_config.device
+            )
+            torch._dynamo.mark_dynamic(rows, 0)
+            self.compute_ffn_output(layer, rows)
+        logger.info("AFD ffn: compiled %d layers", len(self._layers))
 
     def shutdown(self) -> None:
         self._executor.shutdown()

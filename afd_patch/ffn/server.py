@@ -44,6 +44,7 @@ class FFNServer:
         self._listener = listener
         self._spin = spin
         self._dtype: torch.dtype = getattr(torch, identity.dtype)
+        self._reply_dtype: torch.dtype = getattr(torch, identity.reply_dtype)
         self._compute: Compute | None = None
         self._sessions = itertools.count(1)
         self._peers: dict[int, Peer] = {}
@@ -212,7 +213,7 @@ class FFNServer:
             peer.socket.send(wire.text_frame(Kind.REFUSE, {"reason": reason}))
             self._drop(peer, f"refused: {reason}")
             return
-        peer.accept(theirs.max_rows, self.identity.hidden_size, self._dtype, content.get("shared_memory"))
+        peer.accept(theirs, content.get("shared_memory"))
         ready = self._compute is not None
         peer.send(
             wire.text_frame(Kind.WELCOME, {"ready": ready, "identity": self.identity.to_json()}, session=peer.session)
@@ -241,7 +242,7 @@ class FFNServer:
         self.calls += 1
         try:
             result = compute(header.layer, rows)
-            if result.shape != rows.shape or result.dtype != rows.dtype:
+            if result.shape != rows.shape or result.dtype != self._reply_dtype:
                 raise ConnectorError(f"the FFN returned {result.dtype} {tuple(result.shape)}")
         except Exception as error:  # whatever the native FFN raises is the caller's answer, not the server's end
             logger.exception("AFD ffn: layer %d failed on %d rows", header.layer, header.rows)
@@ -268,11 +269,11 @@ class FFNServer:
 
     def _reply(self, peer: Peer, header: Header, result: torch.Tensor) -> None:
         reply = Header(
-            Kind.REPLY, peer.session, header.transaction, header.call, header.layer, header.stage, header.dtype,
-            header.rows, header.width, header.flags, header.payload,
+            Kind.REPLY, peer.session, header.transaction, header.call, header.layer, header.stage,
+            WIRE_DTYPES[self._reply_dtype], header.rows, header.width, header.flags, 0 if peer.shared else result.nbytes,
         ).pack()  # fmt: skip
         if peer.shared is not None:
-            peer.shared.reply(header.rows, header.width, self._dtype).copy_(result)
+            peer.shared.reply(header.rows, header.width, self._reply_dtype).copy_(result)
             peer.send(reply)
         else:
             payload = result.detach().contiguous().cpu().view(torch.uint8).numpy()

@@ -8,11 +8,12 @@ containers, closures, default arguments, instances) cannot be found; replacement
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable, Mapping
-from typing import Any
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, TypeVar
 
-from afd_patch.patch_manager.slots import Slot, class_dict, is_class, is_module, module_dict
+from afd_patch.patch_manager.slots import Slot, class_dict, is_module, module_dict
 
+_T = TypeVar("_T")
 _TRIES = 100
 
 
@@ -23,31 +24,41 @@ def can_be_swept(value: Any) -> bool:
 
 def find(values: Iterable[Any]) -> list[tuple[Slot, Any]]:
     """All slots that hold one of ``values``, each with the value found in it."""
-    wanted = {id(value) for value in values}
+    wanted = frozenset(id(value) for value in values)
     found: list[tuple[Slot, Any]] = []
     if not wanted:
         return found
-    seen: dict[int, Any] = {}  # keeps what was visited alive, so that no id is used twice
-    todo: list[Any] = [module for module in tuple(sys.modules.values()) if is_module(module)]
+    modules = [module for module in tuple(sys.modules.values()) if is_module(module)]
+    seen: dict[int, Any] = {id(module): module for module in modules}  # kept alive, so no id is used twice
+    todo = list(seen.values())
     while todo:
         owner = todo.pop()
-        if id(owner) in seen:
-            continue
-        seen[id(owner)] = owner
-        items = _snapshot(module_dict(owner) if is_module(owner) else class_dict(owner))
-        for attr, value in items:
-            if id(value) in wanted:
-                found.append((Slot(owner, attr), value))
-            if is_class(value):
+        namespace = module_dict(owner) if is_module(owner) else class_dict(owner)
+        held = _values(namespace)
+        for value in held:
+            # The comparisons of is_class and seen, spelled out: this runs for every name in the process.
+            if issubclass(type(value), type) and id(value) not in seen:
+                seen[id(value)] = value
                 todo.append(value)
+        if not wanted.isdisjoint(map(id, held)):
+            names = [(attr, namespace.get(attr)) for attr in _names(namespace)]
+            found += [(Slot(owner, attr), value) for attr, value in names if id(value) in wanted]
     return found
 
 
-def _snapshot(namespace: Mapping[str, Any]) -> list[tuple[str, Any]]:
-    """The items of a dictionary that other threads may be writing to."""
+def _values(namespace: Mapping[str, Any]) -> list[Any]:
+    """The values of a dictionary that other threads may be writing to."""
+    return _copied(namespace.values)
+
+
+def _names(namespace: Mapping[str, Any]) -> list[str]:
+    return _copied(namespace.keys)
+
+
+def _copied(view: Callable[[], Iterable[_T]]) -> list[_T]:
     for _ in range(_TRIES):
         try:
-            return list(namespace.items())
-        except RuntimeError:  # it changed its size during iteration: look again
+            return list(view())
+        except RuntimeError:  # it changed its size while it was copied: look again
             continue
-    return [(key, namespace[key]) for key in list(namespace) if key in namespace]
+    return list(view())

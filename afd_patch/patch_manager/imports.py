@@ -59,7 +59,7 @@ class PatchingFinder:
                 if not hasattr(spec.loader, "exec_module"):
                     raise PatchError(
                         f"module {fullname} has patches waiting, but its loader {spec.loader!r} has no "
-                        f"exec_module, so it cannot be patched at import; import it before patches are applied."
+                        f"exec_module, so it cannot be patched at import; import it before apply()."
                     )
                 spec.loader = PatchingLoader(spec.loader, fullname, self._on_import)
             found: ModuleSpec = spec

@@ -260,8 +260,8 @@ class PatchManager:
                 else "ours, a plain replacement, may still be called"
             )
             conflict = (
-                f"{entry.patch}: its slot holds {describe(obstacle)}, put there after ours, so it was left alone; "
-                f"{inert}. Let its owner take it back, then restore() again."
+                f"{entry.patch}: its slot holds {describe(obstacle)}, put there after ours, so it was left "
+                f"alone; {inert}. Let its owner take it back, then restore() again."
             )
             with _LOCK:
                 if entry.application is None:

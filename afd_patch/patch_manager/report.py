@@ -80,5 +80,6 @@ def require_applied(entries: Mapping[str, Entry], names: Iterable[str] | None) -
     if missing:
         raise PatchNotApplied(
             f"{len(missing)} of {len(asked)} patches are not in effect, so nothing may run: "
-            f"{'; '.join(missing)}. Activate the role in this process before these modules are imported, or apply() again."
+            f"{'; '.join(missing)}. Activate the role in this process before these modules are imported, or "
+            f"apply() again."
         )

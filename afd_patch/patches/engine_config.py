@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from afd_patch import boundaries
 from afd_patch.errors import UnsupportedError
+from afd_patch.identity import identify
 from afd_patch.patch_manager import Patch, host
 
 if TYPE_CHECKING:
@@ -49,7 +50,7 @@ def _create(config: AFDConfig) -> Callable[..., Any]:
             if config.role == "attention":
                 from afd_patch.attention.connect import preflight
 
-                preflight(config, vllm_config, boundary)
+                preflight(config, identify(vllm_config, boundary, config))
         return vllm_config
 
     return create_engine_config

@@ -27,10 +27,11 @@ _LAYER_NAME = re.compile(r"(?:^|\.)layers\.(\d+)$")
 class ModelBuild:
     """The main model of ``role`` under construction; ``layers`` maps layer numbers to FFN (or stand-in) modules."""
 
-    def __init__(self, role: str, boundary: Boundary, vllm_config: Any) -> None:
+    def __init__(self, role: str, boundary: Boundary, vllm_config: Any, reply_dtype: torch.dtype) -> None:
         self.role = role
         self.boundary = boundary
         self.vllm_config = vllm_config
+        self.reply_dtype = reply_dtype
         self.num_layers: int = vllm_config.model_config.hf_text_config.num_hidden_layers
         self.constructing = False
         self.layers: dict[int, nn.Module] = {}
@@ -131,7 +132,7 @@ class ModelBuild:
         parents = {id(module): parent for parent in model.modules() for module in parent.children()}
         removed = {id(part) for ffn in native.values() for part in ffn.modules()}
         for number, ffn in native.items():
-            self.layers[number] = make_remote(ffn, number)
+            self.layers[number] = make_remote(ffn, number, self.reply_dtype)
             setattr(parents[id(ffn)], self.boundary.ffn_attribute, self.layers[number])
         stand_ins = {id(ffn): self.layers[number] for number, ffn in native.items()}
         _replace_in_lists(model, stand_ins, removed)

@@ -12,8 +12,11 @@ import logging
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
+import torch
+
 from afd_patch import boundaries
 from afd_patch.errors import PatchNotApplied
+from afd_patch.identity import identify
 from afd_patch.patch_manager import Patch, host
 from afd_patch.patches.construction import CURRENT_BUILD
 from afd_patch.patches.engine_config import ADDITIONAL_CONFIG_KEY
@@ -53,12 +56,13 @@ def _load_model(config: AFDConfig) -> Callable[..., Any]:
         boundary = boundaries.find(model_config.hf_config.architectures[0])
         _require_agreement(config, vllm_config)
         _require_patches(boundary)
-        build = ModelBuild(config.role, boundary, vllm_config)
+        identity = identify(vllm_config, boundary, config)
+        build = ModelBuild(config.role, boundary, vllm_config, getattr(torch, identity.reply_dtype))
         connector = None
         if config.role == "attention":
             from afd_patch.attention.connect import open_connection
 
-            connector = open_connection(config, vllm_config, boundary)
+            connector = open_connection(config, vllm_config, identity)
         token = CURRENT_BUILD.set(build)
         try:
             model = wrapped(*args, **kwargs)

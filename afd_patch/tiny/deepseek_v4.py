@@ -224,6 +224,11 @@ ARCHITECTURES = (
         "bf16",
         32,
     ),
-    _row("deepseek_v4_fp8", "DeepSeek V4 with everything in fp8 blocks", "fp8", 128),
-    _row("deepseek_v4_fp4", "DeepSeek V4 as released: fp4 experts, fp8 attention", "fp4", 128),
+    _row("deepseek_v4_fp8", "DeepSeek V4 in fp8 blocks; not on stock vLLM for CPU", "fp8", 128),
+    _row(
+        "deepseek_v4_fp4",
+        "DeepSeek V4 as released: fp4 experts, fp8 attention; not on stock vLLM for CPU",
+        "fp4",
+        128,
+    ),
 )
