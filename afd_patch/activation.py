@@ -14,15 +14,12 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
-from afd_patch.config import AFDConfig
+from afd_patch.config import PLUGIN_NAME, AFDConfig
 from afd_patch.errors import AFDError, ConfigError
 from afd_patch.patch_manager import PatchManager
 from afd_patch.patches import patch_set
 
 logger = logging.getLogger("vllm.afd_patch")
-
-#: The name of the entry point, which ``VLLM_PLUGINS`` must let through.
-PLUGIN_NAME = "afd_patch"
 
 
 @dataclass

@@ -20,6 +20,9 @@ from afd_patch.errors import ConfigError
 ROLES = ("attention", "ffn")
 GATES = ("ffn", "attention")
 
+#: The name of our entry point in the group ``vllm.general_plugins``, which ``VLLM_PLUGINS`` must let through.
+PLUGIN_NAME = "afd_patch"
+
 #: Variables that are read, with what they mean; the documentation and the error for unknown names use this table.
 VARIABLES: Mapping[str, str] = {
     "AFD_ROLE": "attention or ffn; unset means that vLLM is left alone",

@@ -27,6 +27,11 @@ def lookup(layers: dict[str, Any]) -> FFNConnector | None:
     return entry[1] if entry is not None else None
 
 
+def total_calls() -> int:
+    """Calls made by all models of this process."""
+    return sum(connector.calls for _, connector in _connectors.values())
+
+
 def close_all() -> None:
     """Close every connector of this process."""
     while _connectors:

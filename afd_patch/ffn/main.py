@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import logging
-import os
 import signal
 import threading
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from afd_patch import activation, boundaries
 from afd_patch.config import AFDConfig
@@ -15,29 +14,22 @@ from afd_patch.ffn.runner import FFNRunner
 from afd_patch.ffn.server import FFNServer
 from afd_patch.identity import identify
 
+if TYPE_CHECKING:
+    from vllm.engine.arg_utils import EngineArgs
+
 logger = logging.getLogger("vllm.afd_patch")
 
 
-def run_ffn_server(model: str, listen: str, engine: dict[str, Any]) -> None:
-    """Serve the FFN of ``model`` at endpoint ``listen`` until SIGTERM or SIGINT; ``engine`` are ``EngineArgs``.
+def serve(config: AFDConfig, engine: EngineArgs) -> None:
+    """Serve the FFN of the model that ``engine`` describes at ``config.listen`` until SIGTERM or SIGINT.
 
     Raises ``AFDError`` for what can be said before loading, and whatever the native loader raises.
     """
-    config = AFDConfig.build(role="ffn", listen=listen)
-    serve(config, {"model": model, **engine})
-
-
-def serve(config: AFDConfig, engine: dict[str, Any]) -> None:
-    """Like ``run_ffn_server``, with a configuration."""
     assert config.listen is not None
-    # One process: the native worker runs here, and binds no threads itself.
-    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
     activation.start(config, from_environment=False)
     listener = Listener(config.listen)
     try:
-        from vllm.engine.arg_utils import EngineArgs
-
-        vllm_config = EngineArgs(**engine).create_engine_config()
+        vllm_config = engine.create_engine_config()
         boundary = boundaries.find(vllm_config.model_config.hf_config.architectures[0])
         server = FFNServer(listener, identify(vllm_config, boundary, config), spin=config.spin_us * 1e-6)
         _serve(server, vllm_config, config)

@@ -44,15 +44,11 @@ class Application:
     def _make(self) -> Any:
         make = self.patch.make
         try:
-            made = (
-                make.build(self.original, self.switch) if isinstance(make, Switched) else make(self.original)
-            )
+            made = make.build(self.original, self.switch) if isinstance(make, Switched) else make(self.original)
         except Exception as error:  # whatever a patch's own code raises is reported as a patch that failed
             raise PatchError(f"{self.patch}: make failed with {type(error).__name__}: {error}") from error
         if made is self.original:
-            raise PatchError(
-                f"{self.patch}: make returned the original, which changes nothing; return a replacement."
-            )
+            raise PatchError(f"{self.patch}: make returned the original, which changes nothing; return a replacement.")
         return made
 
     @property
@@ -164,6 +160,12 @@ def prepare(patch: Patch, module: Any, previous: Application | None) -> Applicat
         if patch.optional:
             return None
         raise
+    if original is object.__new__ or original is object.__init__:
+        # object's own constructors refuse arguments once a class has either of them, and CPython does not
+        # forget a __new__ that was deleted again: neither the call nor the restore would be exact.
+        raise PatchError(
+            f"{patch}: the class only has object's {patch.path[-1]}; choose the constructor that really runs."
+        )
     check_params(patch, original)
     return Application(patch, module, slot, original)
 
@@ -171,6 +173,7 @@ def prepare(patch: Patch, module: Any, previous: Application | None) -> Applicat
 def put_in(applications: Sequence[Application], others: Sequence[Application]) -> None:
     """Puts replacements into slots and copies, then switches them on: all, or none and ``PatchError``."""
     taken = {other.slot.key: other.patch for other in others}
+    _note_homes(applications, [application.slot for application in (*applications, *others)])
     with ExitStack() as undo:
         for application in applications:
             key = application.slot.key
@@ -185,6 +188,13 @@ def put_in(applications: Sequence[Application], others: Sequence[Application]) -
         undo.pop_all()
     for application in applications:
         application.switch.on = True
+
+
+def _note_homes(applications: Sequence[Application], slots: Sequence[Slot]) -> None:
+    """Remembers replacements that are native content of another slot, before that is overwritten."""
+    for application in applications:
+        others = (slot for slot in slots if slot is not application.slot)
+        application.homes = {slot.key for slot in others if slot.read() is application.replacement}
 
 
 def _sweep_in(applications: Sequence[Application], slots: set[tuple[int, str]]) -> None:
@@ -214,8 +224,9 @@ def sweep_out(applications: Sequence[Application]) -> None:
         application = ours[id(value)]
         if not application.owns_copy(slot):
             continue
-        original = application.original
-        while id(original) in ours:  # patches on top of each other, all taken out now
+        original, passed = application.original, {id(value)}
+        while id(original) in ours and id(original) not in passed:  # patches on top of each other, all out now
+            passed.add(id(original))
             original = ours[id(original)].original
         if slot.read() is value:
             slot.write(original)

@@ -37,7 +37,6 @@ class PatchManager:
     def __init__(self) -> None:
         self._entries: dict[str, Entry] = {}
         self._order: list[Entry] = []  # entries with an application, in the order of application
-        self._generation = 0  # counts restores: what was prepared before one must not be put in after it
         self._finder = PatchingFinder(self._on_import)
         self._watched: dict[str, ModuleSpec] = {}
 
@@ -65,18 +64,16 @@ class PatchManager:
         with _LOCK:
             todo = [e for e in self._entries.values() if e.state is not PatchState.APPLIED or e in lost]
             self._withdraw(lost)
-            generation = self._generation
-            waiting = {e.patch.module for e in todo if e.state is PatchState.PENDING}
             again = [entry for entry in todo if entry.state is PatchState.PENDING]
             for entry in todo:
                 # A conflict keeps its record: ours may still sit beneath the foreign wrapper.
                 entry.state, entry.detail = PatchState.PENDING, ""
-            names = {entry.patch.module for entry in todo} - waiting
+            names = {entry.patch.module for entry in todo} - {entry.patch.module for entry in again}
             if todo:
                 self._finder.armed |= names  # first armed, then looked: no import in between is missed
                 self._finder.install()
         with self._all_or_nothing(todo, again, names):
-            self._apply_imported(todo, generation)
+            self._apply_imported(todo)
 
     def restore(self) -> None:
         """Takes all patches back, exactly, and cancels those still waiting for an import.
@@ -85,7 +82,6 @@ class PatchManager:
         Patches in such slots are inert, and a later ``restore`` tries them again.
         """
         with _LOCK:
-            self._generation += 1
             self._disarm(set(self._finder.armed))
             for entry in self._entries.values():
                 if entry.state in (PatchState.PENDING, PatchState.FAILED, PatchState.ABSENT):
@@ -116,7 +112,7 @@ class PatchManager:
         """
         require_applied(self._entries, names)
 
-    def _apply_imported(self, todo: Sequence[Entry], generation: int) -> None:
+    def _apply_imported(self, todo: Sequence[Entry]) -> None:
         """Puts in those patches whose module is there; watches modules whose code is still running."""
         ready: list[tuple[Entry, Any]] = []
         for entry in todo:
@@ -130,23 +126,19 @@ class PatchManager:
                 when_initialized(spec, partial(self._on_initialized, name, module))
             if initializing_spec(module) is None:  # looked at again: the import may have ended meanwhile
                 ready.append((entry, module))
-        self._put_in(ready, generation)
+        self._put_in(ready)
 
-    def _put_in(self, ready: Sequence[tuple[Entry, Any]], generation: int) -> None:
+    def _put_in(self, ready: Sequence[tuple[Entry, Any]]) -> None:
         """Prepares without the lock and puts in under it, until nothing changed in between."""
         rounds = len(ready) + 10
         while ready:
-            prepared = [
-                (entry, module, prepare(entry.patch, module, entry.application)) for entry, module in ready
-            ]
+            prepared = [(entry, module, prepare(entry.patch, module, entry.application)) for entry, module in ready]
             with _LOCK:
-                if generation != self._generation:  # restored meanwhile: that came last, so it counts
-                    return
                 fresh: list[tuple[Entry, Application]] = []
                 ready = []
                 for entry, module, application in prepared:
                     if entry.state is not PatchState.PENDING:
-                        continue  # another thread was faster
+                        continue  # another thread put it in, or restored: that came last, so it counts
                     if application is None:
                         entry.state, entry.detail = PatchState.ABSENT, "its target does not exist here"
                     elif application.is_fresh():
@@ -158,9 +150,7 @@ class PatchManager:
                     self._disarm_if_done(module_name)
             rounds -= 1
             if ready and not rounds:
-                raise PatchError(
-                    f"{ready[0][0].patch}: its slot changes faster than it can be patched; find who."
-                )
+                raise PatchError(f"{ready[0][0].patch}: its slot changes faster than it can be patched; find who.")
 
     def _commit(self, fresh: Sequence[tuple[Entry, Application]]) -> None:
         """Under the lock: slots, copies, switches, and only then the states."""
@@ -174,9 +164,7 @@ class PatchManager:
                 self._order = [other for other in self._order if other is not entry] + [entry]
 
     @contextmanager
-    def _all_or_nothing(
-        self, todo: Sequence[Entry], again: Sequence[Entry], names: set[str]
-    ) -> Iterator[None]:
+    def _all_or_nothing(self, todo: Sequence[Entry], again: Sequence[Entry], names: set[str]) -> Iterator[None]:
         """Undoes the block if it raises: takes out what it put in for ``todo`` and disarms ``names``.
 
         What failed is then FAILED; ``again`` was waiting for its import before, and waits on.
@@ -185,14 +173,17 @@ class PatchManager:
             yield
         except BaseException as error:  # an interrupt must leave nothing half done either; raised again below
             with _LOCK:
-                obstacles = self._withdraw([entry for entry in todo if entry.state is PatchState.APPLIED])
+                undone = [entry for entry in todo if entry.state is PatchState.APPLIED]
+                obstacles = self._withdraw(undone)
                 self._disarm(names)
                 for entry in todo:
+                    if entry not in undone and entry.state is not PatchState.PENDING:
+                        continue  # restored meanwhile
                     if entry in again:
                         entry.state = PatchState.PENDING
+                        self._finder.armed.add(entry.patch.module)
                     else:
                         entry.state, entry.detail = PatchState.FAILED, str(error) or type(error).__name__
-                self._finder.armed |= {entry.patch.module for entry in again}
             self._note_conflicts(obstacles)
             raise
 
@@ -201,7 +192,6 @@ class PatchManager:
         with _LOCK:
             if name not in self._finder.armed:
                 return
-            generation = self._generation
             waiting = [
                 entry
                 for entry in self._entries.values()
@@ -211,7 +201,7 @@ class PatchManager:
                 entry.state = PatchState.PENDING
         # A failure leaves the module armed: who tries the import again gets it patched or not at all.
         with self._all_or_nothing(waiting, again=(), names=set()):
-            self._put_in([(entry, sys.modules.get(name)) for entry in waiting], generation)
+            self._put_in([(entry, sys.modules.get(name)) for entry in waiting])
 
     def _on_initialized(self, name: str, module: Any) -> None:
         """As ``_on_import``, for a module whose code was running already when it was armed."""
@@ -254,11 +244,7 @@ class PatchManager:
         for entry, application, obstacle in reversed(obstacles):
             if application.was_reloaded():
                 continue  # native code was put there anew: nothing of ours, nobody else's
-            inert = (
-                "ours is inert"
-                if application.can_go_inert
-                else "ours, a plain replacement, may still be called"
-            )
+            inert = "ours is inert" if application.can_go_inert else "ours, a plain replacement, may still be called"
             conflict = (
                 f"{entry.patch}: its slot holds {describe(obstacle)}, put there after ours, so it was left "
                 f"alone; {inert}. Let its owner take it back, then restore() again."
@@ -280,6 +266,4 @@ def _check_apart(patch: Patch, other: Patch) -> None:
     if patch.path == other.path:
         raise PatchError(f"{patch}: {other} has this slot already; one slot has one patch: merge the two.")
     if patch.path[:length] == other.path[:length]:
-        raise PatchError(
-            f"{patch}: one of its target and that of {other} is inside the other; patch only one."
-        )
+        raise PatchError(f"{patch}: one of its target and that of {other} is inside the other; patch only one.")

@@ -73,9 +73,7 @@ class Patch:
                 f"write 'pkg.module:attr' or 'pkg.module:Class.attr'."
             )
         if isinstance(self.params, str):
-            raise PatchError(
-                f"patch {self.name!r}: params is the string {self.params!r}; write a tuple of names."
-            )
+            raise PatchError(f"patch {self.name!r}: params is the string {self.params!r}; write a tuple of names.")
 
     @property
     def module(self) -> str:
@@ -149,9 +147,7 @@ def host(wrapper: Wrapper) -> Switched:
                 raise PatchError("the property has no getter that a host patch could wrap.")
             return original.getter(wrapt.FunctionWrapper(original.fget, wrapper, enabled=live))
         if not callable(original) and not isinstance(original, (classmethod, staticmethod)):
-            raise PatchError(
-                f"a host patch wraps something that is called, not a {type(original).__qualname__}."
-            )
+            raise PatchError(f"a host patch wraps something that is called, not a {type(original).__qualname__}.")
         return wrapt.FunctionWrapper(original, wrapper, enabled=live)
 
     return Switched(build)

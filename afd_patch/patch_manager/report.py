@@ -64,9 +64,7 @@ def require_applied(entries: Mapping[str, Entry], names: Iterable[str] | None) -
     seen = {name: observe(entry) for name, entry in entries.items()}
     if names is None:
         excused = (PatchState.ABSENT, PatchState.PENDING)
-        asked = [
-            n for n, status in seen.items() if not (entries[n].patch.optional and status.state in excused)
-        ]
+        asked = [n for n, status in seen.items() if not (entries[n].patch.optional and status.state in excused)]
     else:
         asked = list(names)
     missing = []
@@ -74,9 +72,7 @@ def require_applied(entries: Mapping[str, Entry], names: Iterable[str] | None) -
         if name not in seen:
             missing.append(f"{name!r} is not registered")
         elif seen[name].state is not PatchState.APPLIED:
-            missing.append(
-                f"{name!r} on {seen[name].target} is {seen[name].state.value}: {seen[name].detail}"
-            )
+            missing.append(f"{name!r} on {seen[name].target} is {seen[name].state.value}: {seen[name].detail}")
     if missing:
         raise PatchNotApplied(
             f"{len(missing)} of {len(asked)} patches are not in effect, so nothing may run: "

@@ -22,7 +22,10 @@ Write = Callable[..., None]
 
 @pytest.fixture
 def write(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Write]:
-    """Writes modules (name=source; ``a__b`` is ``a.b``, ``a__`` is the package ``a``) that can be imported until the test ends."""
+    """Writes modules that can be imported until the test ends.
+
+    ``name=source``, where ``a__b`` is the module ``a.b`` and ``a__`` the package ``a``.
+    """
     monkeypatch.setattr(sys, "dont_write_bytecode", True)
     monkeypatch.syspath_prepend(str(tmp_path))
     before = set(sys.modules)
@@ -30,9 +33,7 @@ def write(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Write]:
     def write(**sources: str) -> None:
         for name, source in sources.items():
             package, _, rest = name.partition("__")
-            path = (
-                tmp_path / package / f"{rest or '__init__'}.py" if "__" in name else tmp_path / f"{name}.py"
-            )
+            path = tmp_path / package / f"{rest or '__init__'}.py" if "__" in name else tmp_path / f"{name}.py"
             path.parent.mkdir(exist_ok=True)
             path.write_text(textwrap.dedent(source))
         importlib.invalidate_caches()

@@ -33,9 +33,7 @@ def make_manager() -> PatchManager:
     manager = PatchManager()
     context = counting("context")
     manager.register(
-        Patch(
-            "context", f"{CONTEXT}:create_forward_context", context, why="test", params=("additional_kwargs",)
-        ),
+        Patch("context", f"{CONTEXT}:create_forward_context", context, why="test", params=("additional_kwargs",)),
         Patch("weights", f"{LOADER}:DefaultModelLoader.get_all_weights", counting("weights"), why="test"),
         Patch("inherited", f"{LOADER}:DefaultModelLoader.load_model", counting("load"), why="test"),
         Patch("layer", f"{LAYERS}:Qwen3MoeDecoderLayer.__init__", counting("layer"), why="test"),

@@ -1,4 +1,4 @@
-"""Promise 8: the barrier lists every patch that is not in effect, with the reason; and what a process loads."""
+"""Promise 8: the barrier lists every patch that is not in effect, and why; and what a process loads."""
 
 from __future__ import annotations
 

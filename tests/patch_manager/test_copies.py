@@ -1,4 +1,4 @@
-"""Promise 4: by-name copies are found by identity, patched and given back; what cannot be swept goes inert."""
+"""Promise 4: by-name copies are found by identity, patched and given back; other references go inert."""
 
 from __future__ import annotations
 
@@ -32,9 +32,7 @@ method = C.m
 """
 
 
-def test_copies_are_patched_and_given_back_in_place(
-    write: Any, manager: Any, tagging: Any, snapshot: Any
-) -> None:
+def test_copies_are_patched_and_given_back_in_place(write: Any, manager: Any, tagging: Any, snapshot: Any) -> None:
     write(target=TARGET, user=USER)
     user = __import__("user")
     before = snapshot("target", "user")
@@ -105,9 +103,7 @@ def test_a_copy_that_changed_meanwhile_is_left_alone(write: Any, manager: Any, t
     assert "f" not in vars(user)
 
 
-def test_a_copy_in_a_module_that_left_sys_modules_is_given_back(
-    write: Any, manager: Any, tagging: Any
-) -> None:
+def test_a_copy_in_a_module_that_left_sys_modules_is_given_back(write: Any, manager: Any, tagging: Any) -> None:
     write(target=TARGET, user=USER)
     user, target = __import__("user"), __import__("target")
     original = [target.f]
@@ -245,3 +241,18 @@ def test_patches_stacked_at_import_are_unstacked(write: Any, manager: Any, taggi
     assert user.f(1) == ("patched", ("patched", 1))
     manager.restore()
     assert user.f is target.f is original[0]
+
+
+def test_two_functions_that_change_places(write: Any, manager: Any, snapshot: Any) -> None:
+    write(target=HOME.replace('"home"', "1"), user="from target import f, g")
+    target, user = __import__("target"), __import__("user")
+    f, g = [target.f], [target.g]
+    before = snapshot("target", "user")
+    manager.register(
+        Patch("f", "target:f", lambda original: g[0], why="test"),
+        Patch("g", "target:g", lambda original: f[0], why="test"),
+    )
+    for _ in range(2):
+        with manager.applied():
+            assert (target.f, target.g) == (user.f, user.g) == (g[0], f[0])
+        assert snapshot("target", "user") == before

@@ -136,9 +136,7 @@ def test_every_kind_is_patched_and_restored_by_identity(
 
 
 @pytest.mark.parametrize("name", ["method", "cmethod", "smethod", "__init__", "prop"])
-def test_an_inherited_slot_is_deleted_and_the_base_untouched(
-    zoo: Any, manager: Any, tagging: Any, name: str
-) -> None:
+def test_an_inherited_slot_is_deleted_and_the_base_untouched(zoo: Any, manager: Any, tagging: Any, name: str) -> None:
     own = vars(zoo.Base)[name]
     manager.register(tagging(f"zoo:Plain.{name}"))
     manager.apply()

@@ -1,4 +1,4 @@
-"""Promise 5: somebody else's wrapper survives our restore, and what cannot be restored exactly is reported."""
+"""Promise 5: somebody else's wrapper survives our restore; what cannot be restored exactly is reported."""
 
 from __future__ import annotations
 
@@ -53,9 +53,7 @@ WRAPPERS = [by_wraps, by_closure, by_wrapt]
 
 
 @pytest.mark.parametrize("wrap", WRAPPERS)
-def test_a_foreign_wrapper_below_survives(
-    write: Any, manager: Any, tagging: Any, snapshot: Any, wrap: Any
-) -> None:
+def test_a_foreign_wrapper_below_survives(write: Any, manager: Any, tagging: Any, snapshot: Any, wrap: Any) -> None:
     write(target=TARGET)
     target = __import__("target")
     target.f = wrap(target.f)
@@ -157,9 +155,7 @@ def test_a_deleted_slot_is_a_conflict(write: Any, manager: Any, tagging: Any) ->
     assert "f" not in vars(target)
 
 
-def test_a_slot_that_somebody_restored_for_us_is_fine(
-    write: Any, manager: Any, tagging: Any, snapshot: Any
-) -> None:
+def test_a_slot_that_somebody_restored_for_us_is_fine(write: Any, manager: Any, tagging: Any, snapshot: Any) -> None:
     write(target=TARGET)
     target = __import__("target")
     before = snapshot("target")
@@ -198,5 +194,5 @@ def test_a_foreign_subclass_of_our_class_is_seen(write: Any, manager: Any) -> No
     manager.apply()
     target.C = type("Mine", (target.C,), {"__module__": "somewhere"})
     assert manager.status()[0].state is PatchState.APPLIED
-    with pytest.raises(RestoreConflict, match="somewhere.Mine"):
+    with pytest.raises(RestoreConflict, match=r"somewhere\.Mine"):
         manager.restore()

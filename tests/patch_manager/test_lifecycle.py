@@ -43,9 +43,7 @@ def test_every_order_of_imports_applies_and_restores(tmp_path: Path) -> None:
     assert int(result.stdout) == math.factorial(5) + math.factorial(6) // 4
 
 
-def test_apply_twice_is_once_and_restore_twice_is_once(
-    write: Any, manager: Any, tagging: Any, snapshot: Any
-) -> None:
+def test_apply_twice_is_once_and_restore_twice_is_once(write: Any, manager: Any, tagging: Any, snapshot: Any) -> None:
     write(target=TARGET)
     target = __import__("target")
     before = snapshot("target")
@@ -73,9 +71,7 @@ def test_the_scope_restores_after_an_exception(write: Any, manager: Any, tagging
     assert snapshot("target") == before
 
 
-def test_what_is_registered_later_is_applied_by_the_next_apply(
-    write: Any, manager: Any, tagging: Any
-) -> None:
+def test_what_is_registered_later_is_applied_by_the_next_apply(write: Any, manager: Any, tagging: Any) -> None:
     write(target=TARGET)
     target = __import__("target")
     manager.register(tagging("target:f"))

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import sys
 import threading
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future
 from typing import Any
 
 from afd_patch.patch_manager import Patch, PatchManager, PatchState, host
@@ -17,14 +18,22 @@ class C:
     def m(self, x):
         return x
 """
-PATIENCE = 20  # seconds after which a test is called deadlocked
+PATIENCE = float(os.environ.get("PATCH_TESTS_PATIENCE", "20"))  # seconds until a test is called deadlocked
 
 
 def run(*functions: Callable[[], Any]) -> list[Any]:
-    """Runs functions in threads of their own; an exception in one is raised, a deadlock fails."""
-    with ThreadPoolExecutor(len(functions)) as pool:
-        futures = [pool.submit(function) for function in functions]
-        return [future.result(PATIENCE) for future in futures]
+    """Runs functions in daemon threads; an exception in one is raised here, a deadlock is a TimeoutError."""
+    futures: list[Future[Any]] = [Future() for _ in functions]
+
+    def settle(future: Future[Any], function: Callable[[], Any]) -> None:
+        try:
+            future.set_result(function())
+        except BaseException as error:  # raised in the thread that waits
+            future.set_exception(error)
+
+    for pair in zip(futures, functions, strict=True):
+        threading.Thread(target=settle, args=pair, daemon=True).start()
+    return [future.result(PATIENCE) for future in futures]
 
 
 def test_no_torn_call_while_patches_come_and_go(write: Any, manager: Any, tagging: Any) -> None:
@@ -72,8 +81,9 @@ def test_apply_in_many_threads_patches_once(write: Any, tagging: Any, snapshot: 
         assert snapshot("target") == before
 
 
-def test_an_import_in_another_thread_does_not_deadlock(write: Any, manager: Any, tagging: Any) -> None:
+def test_an_import_in_another_thread_does_not_deadlock(write: Any, tagging: Any) -> None:
     """One thread imports ``slow`` and needs our lock in its hook; the other applies, and imports ``slow``."""
+    manager = PatchManager()  # restored here, not by the fixture: after a deadlock that would wait forever
     write(
         slow="import gate\ngate.inside.set()\ngate.go_on.wait(20)\ndef f(x): return x\n",
         gate="import threading\ninside, go_on = threading.Event(), threading.Event()\n",
@@ -102,6 +112,7 @@ def test_an_import_in_another_thread_does_not_deadlock(write: Any, manager: Any,
     run(importing, applying)
     manager.require_applied()
     assert sys.modules["target"].f(1) == ("made", ("patched", 1))
+    manager.restore()
 
 
 def test_apply_while_another_thread_is_importing_the_target(write: Any, manager: Any, tagging: Any) -> None:

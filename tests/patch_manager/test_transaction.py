@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from afd_patch.patch_manager import Patch, PatchError, PatchState, host
+from afd_patch.patch_manager import Patch, PatchError, PatchState, host, switched
 
 SOURCE = """
 def first(a, b=1):
@@ -102,9 +102,7 @@ def test_a_failure_can_be_repaired_and_applied(write: Any, manager: Any, tagging
     assert target.absent() == 1
 
 
-def test_an_interrupt_in_make_leaves_nothing_behind(
-    write: Any, manager: Any, tagging: Any, snapshot: Any
-) -> None:
+def test_an_interrupt_in_make_leaves_nothing_behind(write: Any, manager: Any, tagging: Any, snapshot: Any) -> None:
     def make(original: Any) -> Any:
         raise KeyboardInterrupt
 
@@ -118,7 +116,47 @@ def test_an_interrupt_in_make_leaves_nothing_behind(
     assert {status.state for status in manager.status()} == {PatchState.FAILED}
 
 
-def test_an_interrupted_failure_leaves_earlier_patches_alone(write: Any, manager: Any, tagging: Any) -> None:
+def test_what_a_failed_transaction_made_is_inert(write: Any, manager: Any, tagging: Any) -> None:
+    """A reference taken in the middle of a transaction that fails must not be live afterwards."""
+    switches = []
+
+    def build(original: Any, live: Any) -> Any:
+        switches.append(live)
+        return lambda x: x
+
+    write(target=SOURCE)
+    __import__("target")
+    manager.register(Patch("good", "target:first", switched(build), why="x"), BAD["make"][0])
+    with pytest.raises(PatchError):
+        manager.apply()
+    assert [live() for live in switches] == [False]
+
+
+def test_a_failure_after_others_were_put_in_takes_them_out(
+    write: Any, manager: Any, tagging: Any, snapshot: Any
+) -> None:
+    """The slot of one patch changes while it is made; it is made again, and fails after the other's turn."""
+    write(target=SOURCE)
+    target = __import__("target")
+    mine = [lambda a: "mine"]
+
+    def make(original: Any) -> Any:
+        if original is mine[0]:
+            raise ZeroDivisionError("second time")
+        target.second = mine[0]
+        return lambda a: "never"
+
+    before = snapshot("target")
+    manager.register(tagging("target:first"), Patch("moving", "target:second", make, why="x"))
+    with pytest.raises(PatchError, match="second time"):
+        manager.apply()
+    assert target.second is mine[0]
+    del target.second
+    assert snapshot("target")[0] == [item for item in before[0] if item[0] != "second"]
+    assert target.first(1) == 1
+
+
+def test_a_failure_leaves_earlier_patches_alone(write: Any, manager: Any, tagging: Any) -> None:
     write(target=SOURCE, later="def f(): return 1")
     import target
 
@@ -132,9 +170,7 @@ def test_an_interrupted_failure_leaves_earlier_patches_alone(write: Any, manager
 
 
 @pytest.mark.parametrize("case", ["missing", "params", "make"])
-def test_a_failure_at_import_comes_out_of_the_import(
-    write: Any, manager: Any, tagging: Any, case: str
-) -> None:
+def test_a_failure_at_import_comes_out_of_the_import(write: Any, manager: Any, tagging: Any, case: str) -> None:
     write(target=SOURCE, user="from target import first", elsewhere="def f(): return 1")
     bad, words = BAD[case]
     manager.register(tagging("target:first"), bad, tagging("elsewhere:f"))
@@ -194,7 +230,7 @@ def test_one_slot_by_two_names_is_refused(write: Any, manager: Any, tagging: Any
 
 @pytest.mark.parametrize("target", ["m", "m:", ":f", "m:f:g", "m.:f", "m:f.", "m f:g", ""])
 def test_a_malformed_target_is_refused(tagging: Any, target: str) -> None:
-    with pytest.raises(PatchError, match="write 'pkg.module:attr'"):
+    with pytest.raises(PatchError, match=r"write 'pkg\.module:attr'"):
         tagging(target, "name")
 
 
@@ -212,3 +248,12 @@ def test_optional_patches_may_be_absent(write: Any, manager: Any, tagging: Any) 
     manager.require_applied()
     with pytest.raises(PatchError, match="absent"):
         manager.require_applied(["target:absent"])
+
+
+@pytest.mark.parametrize("constructor", ["__new__", "__init__"])
+def test_the_constructors_of_object_are_refused(write: Any, manager: Any, tagging: Any, constructor: str) -> None:
+    write(target=SOURCE)
+    __import__("target")
+    manager.register(tagging(f"target:C.{constructor}"))
+    with pytest.raises(PatchError, match="only has object's"):
+        manager.apply()

@@ -1,0 +1,86 @@
+"""One child process of the launcher: its output with a name in front, and a certain end."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import signal
+import subprocess
+import sys
+import threading
+from collections import deque
+from collections.abc import Mapping, Sequence
+
+_PR_SET_PDEATHSIG = 1
+
+
+class ChildProcess:
+    """``command`` in a process group of its own; ``seen`` is set when a line contains ``marker``.
+
+    With ``echo``, its output appears on ours, its name in front of each line.
+    """
+
+    def __init__(
+        self, name: str, command: Sequence[str], env: Mapping[str, str], *, marker: str = "", echo: bool = True
+    ) -> None:
+        self.name = name
+        self.seen = threading.Event()
+        self.last_lines: deque[str] = deque(maxlen=20)
+        self._marker = marker
+        self._echo = echo
+        self._process = subprocess.Popen(
+            command,
+            env=env,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            errors="replace",
+            start_new_session=True,  # Ctrl-C reaches the launcher only, which stops its children in order
+            preexec_fn=_end_with_parent,
+        )
+        self._relay = threading.Thread(target=self._relay_output, name=f"output of {name}", daemon=True)
+        self._relay.start()
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
+    @property
+    def status(self) -> int | None:
+        """The exit status, or ``None`` while it runs."""
+        return self._process.poll()
+
+    def _relay_output(self) -> None:
+        assert self._process.stdout is not None
+        for line in self._process.stdout:
+            self.last_lines.append(line.rstrip())
+            if self._marker and self._marker in line:
+                self.seen.set()
+            if self._echo:
+                sys.stdout.write(f"{self.name} | {line}")
+                sys.stdout.flush()
+
+    def terminate(self, timeout: float) -> None:
+        """SIGTERM, and SIGKILL to the whole group for what is left after ``timeout`` seconds."""
+        if self.status is None:
+            self._process.send_signal(signal.SIGTERM)
+            try:
+                self._process.wait(timeout)
+            except subprocess.TimeoutExpired:
+                pass
+        try:
+            os.killpg(self.pid, signal.SIGKILL)
+        except ProcessLookupError:
+            pass
+        self._process.wait()
+        self.join_output()
+
+    def join_output(self) -> None:
+        """Wait until ``last_lines`` holds the end of the output of a child that has ended."""
+        self._relay.join(timeout=5)
+
+
+def _end_with_parent() -> None:
+    """If the launcher is killed and can stop nobody, the kernel sends its children SIGTERM."""
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)

@@ -1,0 +1,185 @@
+"""Both roles on this machine: starts them, waits until they are ready, and takes them down together."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shutil
+import signal
+import socket
+import sys
+import tempfile
+import threading
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Sequence
+from pathlib import Path
+
+from afd_patch.errors import ConfigError
+from afd_patch.serve import flags as our
+from afd_patch.serve.child import ChildProcess
+from afd_patch.serve.roles import attention_command, parse_cores
+
+#: What an FFN server logs when it answers calls.
+READY = "AFD ffn: ready:"
+#: What the attention role's worker logs when its model is proven.
+PROVEN = "AFD attention: vLLM"
+_PROGRESS = 10.0
+_API_STOP_TIMEOUT = 20.0
+_FFN_STOP_TIMEOUT = 10.0
+
+
+class Launcher:
+    """One deployment: ``flags`` are ours, ``vllm_flags`` go to both roles."""
+
+    def __init__(self, flags: argparse.Namespace, vllm_flags: Sequence[str]) -> None:
+        if flags.ffn_servers < 1:
+            raise ConfigError(f"--ffn-servers {flags.ffn_servers} must be at least 1")
+        self._flags = flags
+        self._vllm_flags = list(vllm_flags)
+        self._model: str = flags.model
+        self._host, self._port = _address(self._vllm_flags)
+        _require_free_port(self._host, self._port)
+        self._stop = threading.Event()
+        self._children: list[ChildProcess] = []
+
+    def run(self) -> int:
+        """Serve until a signal or the end of a child; returns the exit status."""
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+            signal.signal(number, lambda *_: self._stop.set())
+        folder = Path(tempfile.mkdtemp(prefix="afd-"))
+        try:
+            return self._serve([f"unix:{folder}/ffn-{index}.sock" for index in range(self._flags.ffn_servers)])
+        finally:
+            for child in reversed(self._children):  # the API server first, while its FFN still answers
+                child.terminate(_API_STOP_TIMEOUT if child.name == "api" else _FFN_STOP_TIMEOUT)
+            shutil.rmtree(folder, ignore_errors=True)
+            _say("stopped; no process, socket or shared memory is left")
+
+    def _serve(self, endpoints: list[str]) -> int:
+        attention_cores, ffn_cores = divide_cores(len(endpoints))
+        own = [sys.executable, "-m", "afd_patch.serve", self._model, "--role", "ffn"]
+        started = time.monotonic()
+        for index, endpoint in enumerate(endpoints):
+            config = our.config_for(self._flags, "ffn", listen=endpoint)
+            env = _environment({**config.to_env(), "AFD_ROLE": "", "AFD_LISTEN": ""}, ffn_cores[index])
+            command = [*own, "--listen", endpoint, *self._vllm_flags]
+            self._children.append(ChildProcess(f"ffn-{index}", command, env, marker=READY))
+            _say(f"starting FFN server {index} at {endpoint}{_on_cores(ffn_cores[index])}")
+        config = our.config_for(self._flags, "attention", ffn=endpoints)
+        env = _environment(config.to_env(), attention_cores)
+        self._children.append(ChildProcess("api", attention_command(self._model, self._vllm_flags), env, marker=PROVEN))
+        _say(f"starting the OpenAI server (attention role){_on_cores(attention_cores)}")
+        if not self._wait_until_ready(started):
+            return 0 if self._stop.is_set() else 1
+        self._print_ready(time.monotonic() - started)
+        while not self._stop.wait(0.2):
+            if self._failed():
+                return 1
+        _say("stopping")
+        return 0
+
+    def _wait_until_ready(self, started: float) -> bool:
+        report = started + _PROGRESS
+        ffn, api_ready = self._children[:-1], False
+        while not self._stop.wait(0.2):
+            if self._failed():
+                return False
+            if not api_ready:
+                api_ready = _healthy(self._url)
+            if api_ready and all(child.seen.is_set() for child in self._children):
+                return True
+            if time.monotonic() >= report:
+                waiting = [child.name for child in ffn if not child.seen.is_set()] + ([] if api_ready else ["api"])
+                _say(f"{time.monotonic() - started:.0f} s: waiting for {', '.join(waiting)}")
+                report += _PROGRESS
+        return False
+
+    def _failed(self) -> bool:
+        for child in self._children:
+            if child.status is not None and not self._stop.is_set():
+                _say(f"{child.name} ended with status {child.status}; its last lines are above; stopping the others")
+                return True
+        return False
+
+    @property
+    def _url(self) -> str:
+        host = "127.0.0.1" if self._host in ("", "0.0.0.0", "::") else self._host
+        return f"http://[{host}]:{self._port}" if ":" in host else f"http://{host}:{self._port}"
+
+    def _print_ready(self, seconds: float) -> None:
+        request = {"model": _served_name(self._vllm_flags) or self._model, "prompt": "Hello, my name is", "max_tokens": 16}
+        _say(f"ready after {seconds:.0f} s: {self._url}/v1 (attention role; FFN in {len(self._children) - 1} other process(es))")
+        _say(f"try: curl {self._url}/v1/completions -H 'Content-Type: application/json' -d '{json.dumps(request)}'")
+        _say("Ctrl-C stops everything")
+
+
+def divide_cores(servers: int) -> tuple[str | None, list[str | None]]:
+    """Cores for the attention role and for each FFN server, as ``VLLM_CPU_OMP_THREADS_BIND`` lists.
+
+    ``None`` means unbound: on one core there is nothing to divide. A binding that the user chose for vLLM stays the
+    attention role's, and the FFN servers share what it leaves.
+    """
+    cores = sorted(os.sched_getaffinity(0))
+    chosen = os.environ.get("VLLM_CPU_OMP_THREADS_BIND", "auto")
+    if chosen not in ("auto", "nobind", ""):
+        attention: str | None = chosen
+        rest = [core for core in cores if core not in parse_cores(chosen.replace("|", ","))]
+    else:
+        half = len(cores) - len(cores) // 2
+        attention = ",".join(map(str, cores[:half])) if len(cores) > 1 else None
+        rest = cores[half:]
+    if len(rest) < servers:
+        return attention, [",".join(map(str, rest)) or None] * servers
+    return attention, [",".join(map(str, rest[index::servers])) for index in range(servers)]
+
+
+def _environment(settings: dict[str, str], cores: str | None) -> dict[str, str]:
+    environment = {name: value for name, value in os.environ.items() if name not in settings}
+    environment |= {name: value for name, value in settings.items() if value}
+    if cores is not None:
+        environment["VLLM_CPU_OMP_THREADS_BIND"] = cores
+    return environment
+
+
+def _on_cores(cores: str | None) -> str:
+    return f" on core(s) {cores}" if cores else ""
+
+
+def _address(vllm_flags: Sequence[str]) -> tuple[str, int]:
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    parser.add_argument("--host", default="")
+    parser.add_argument("--port", type=int, default=8000)
+    known, _ = parser.parse_known_args(vllm_flags)
+    return known.host, known.port
+
+
+def _served_name(vllm_flags: Sequence[str]) -> str | None:
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    parser.add_argument("--served-model-name", nargs="+")
+    names = parser.parse_known_args(vllm_flags)[0].served_model_name
+    return str(names[0]) if names else None
+
+
+def _require_free_port(host: str, port: int) -> None:
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    with socket.socket(family, socket.SOCK_STREAM) as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((host, port))
+        except OSError as error:
+            raise ConfigError(f"the OpenAI server cannot listen on port {port} ({error.strerror}); choose another one with --port") from None
+
+
+def _healthy(url: str) -> bool:
+    try:
+        with urllib.request.urlopen(f"{url}/health", timeout=1) as answer:
+            return bool(answer.status == 200)
+    except (OSError, urllib.error.URLError):
+        return False
+
+
+def _say(text: str) -> None:
+    print(f"afd_patch: {text}", flush=True)

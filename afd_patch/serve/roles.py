@@ -1,0 +1,107 @@
+"""How each role is started: the FFN server in this process, stock vLLM's OpenAI server as a command."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import importlib
+import importlib.metadata
+import os
+import sys
+from collections.abc import Sequence
+
+from afd_patch.config import PLUGIN_NAME, AFDConfig
+from afd_patch.errors import ConfigError, UnsupportedError
+
+#: Rows of one call that an FFN server takes, unless --max-num-batched-tokens says otherwise: more than any default of
+#: an attention process, so that the two need not be told about each other.
+FFN_MAX_ROWS = 16384
+
+#: Settings of the attention role that mean nothing to an FFN server, with the value that turns them off.
+_NOT_FOR_FFN = {
+    "speculative_config": None,
+    "enable_lora": False,
+    "kv_transfer_config": None,
+    "max_num_seqs": 1,
+    "kv_cache_memory_bytes": 1 << 20,
+    "skip_tokenizer_init": True,
+}
+
+
+def run_ffn_role(config: AFDConfig, model: str, vllm_flags: Sequence[str]) -> None:
+    """Serve the FFN of ``model`` in this process until SIGTERM; ``vllm_flags`` are those of ``vllm serve``."""
+    bind_cores(os.environ.get("VLLM_CPU_OMP_THREADS_BIND", "auto"))
+    # The native worker runs in this process.
+    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+    from vllm.engine.arg_utils import EngineArgs
+
+    from afd_patch.ffn.main import serve
+
+    engine = EngineArgs.from_cli_args(serve_parser().parse_args(["--model", model, *vllm_flags]))
+    if engine.max_num_batched_tokens is None:
+        engine.max_num_batched_tokens = FFN_MAX_ROWS
+    serve(config, dataclasses.replace(engine, **_NOT_FOR_FFN))
+
+
+def require_entry_point() -> None:
+    """Raise ``ConfigError`` where vLLM's processes would not find afd_patch: they would silently run natively."""
+    if not any(point.name == PLUGIN_NAME for point in importlib.metadata.entry_points(group="vllm.general_plugins")):
+        raise ConfigError(
+            "afd_patch can be imported but is not installed, so vLLM's processes would not find its entry point; "
+            "install it (pip install afd-patch, or pip install -e . in its folder)"
+        )
+
+
+def serve_parser() -> argparse.ArgumentParser:
+    """vLLM's own parser of the flags of ``vllm serve``; its module moved after 0.31."""
+    from vllm.utils.argparse_utils import FlexibleArgumentParser
+
+    for name in ("vllm.entrypoints.launchers.cli_args", "vllm.entrypoints.openai.cli_args"):
+        try:
+            module = importlib.import_module(name)
+        except ModuleNotFoundError as error:
+            if error.name is None or not name.startswith(error.name):
+                raise
+            continue
+        parser: argparse.ArgumentParser = module.make_arg_parser(FlexibleArgumentParser())
+        return parser
+    raise UnsupportedError("this vLLM has its command line parser in a place that afd_patch does not know")
+
+
+def attention_command(model: str, vllm_flags: Sequence[str]) -> list[str]:
+    """The command line of stock vLLM's OpenAI server."""
+    require_entry_point()
+    try:
+        importlib.metadata.version("vllm")
+    except importlib.metadata.PackageNotFoundError:
+        # ``vllm serve`` looks up the version of a distribution called vllm; the CPU build has another name.
+        return [sys.executable, "-W", "ignore::DeprecationWarning", "-m", "vllm.entrypoints.openai.api_server", "--model", model, *vllm_flags]
+    return [sys.executable, "-m", "vllm.entrypoints.cli.main", "serve", model, *vllm_flags]
+
+
+def bind_cores(binding: str) -> None:
+    """Bind this process as ``VLLM_CPU_OMP_THREADS_BIND`` says (``auto`` and ``nobind``: to nothing).
+
+    vLLM binds its worker processes with this variable; an FFN server is its own worker. Must run before torch starts
+    its threads.
+    """
+    if binding in ("auto", "nobind", ""):
+        return
+    cores = parse_cores(binding)
+    os.sched_setaffinity(0, cores)
+    os.environ["OMP_NUM_THREADS"] = str(len(cores))
+
+
+def parse_cores(binding: str) -> set[int]:
+    """``"0,2-4"`` as a set of core numbers; raises ``ConfigError``."""
+    cores: set[int] = set()
+    try:
+        for part in binding.split(","):
+            first, _, last = part.partition("-")
+            cores.update(range(int(first), int(last or first) + 1))
+    except ValueError:
+        raise ConfigError(f"VLLM_CPU_OMP_THREADS_BIND={binding!r} is not a list of cores like 0,2-4") from None
+    missing = cores - os.sched_getaffinity(0)
+    if missing or not cores:
+        raise ConfigError(f"VLLM_CPU_OMP_THREADS_BIND={binding!r} names cores that this process may not use: {sorted(missing)}")
+    return cores

@@ -1,0 +1,65 @@
+"""One side of the comparison, in a process of its own: ``python -m afd_patch.verify.run OUT.json [engine flags]``.
+
+Which side it is, the environment decides (``AFD_ROLE``); everything else is equal. The engine runs in this process, so
+the scheduler makes the same batches on both sides.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+import afd_patch
+from afd_patch.verify.prompts import rounds
+
+MAX_TOKENS = 16
+
+
+def main(out: str, flags: list[str]) -> None:
+    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+    from afd_patch.plugin import register
+
+    register()
+    from vllm import LLM, SamplingParams
+    from vllm.engine.arg_utils import EngineArgs
+    from vllm.utils.argparse_utils import FlexibleArgumentParser
+
+    parser = EngineArgs.add_cli_args(FlexibleArgumentParser(prog="python -m afd_patch.verify"))
+    llm = LLM.from_engine_args(EngineArgs.from_cli_args(parser.parse_args(flags)))
+    model_config = llm.llm_engine.vllm_config.model_config
+    answers = []
+    for part in rounds(model_config.get_vocab_size(), model_config.max_model_len, MAX_TOKENS):
+        prompts: list[Any] = [{"prompt_token_ids": prompt} for prompt in part.prompts]
+        requests = llm.generate(prompts, SamplingParams(**part.sampling), use_tqdm=False)
+        answers.append(
+            {
+                "round": part.name,
+                "outputs": [
+                    {
+                        "tokens": list(output.token_ids),
+                        "logprobs": [{str(t): p.logprob for t, p in step.items()} for step in output.logprobs or []],
+                    }
+                    for request in requests
+                    for output in request.outputs
+                ],
+            }
+        )
+    result = {
+        "role": afd_patch.status()["role"],
+        "remote_calls": _remote_calls(),
+        "layers": model_config.hf_text_config.num_hidden_layers,
+        "answers": answers,
+    }
+    Path(out).write_text(json.dumps(result))
+
+
+def _remote_calls() -> int:
+    connections = sys.modules.get("afd_patch.attention.connections")
+    return connections.total_calls() if connections is not None else 0
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], sys.argv[2:])

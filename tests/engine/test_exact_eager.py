@@ -1,0 +1,68 @@
+"""Eager mode: tokens and logprobs through AFD are those of stock vLLM, bit for bit."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+ARCHITECTURES = (
+    "qwen3_moe",
+    "deepseek_v1",
+    "deepseek_v2",
+    "deepseek_v2_qlora",
+    "deepseek_v3",
+    "deepseek_v3_noqlora",
+    "mixtral",
+    "llama",
+    "qwen3",
+)
+LAYERS = 4
+
+
+def assert_exact(both: tuple[dict[str, Any], dict[str, Any]]) -> None:
+    stock, split = both
+    assert stock["calls"] == 0
+    assert split["calls"] > 0
+    assert split["calls"] % LAYERS == 0
+    assert split["outputs"] == stock["outputs"]
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_bfloat16(architecture: str, checkpoint: Callable[..., str], both_ways: Callable[..., Any]) -> None:
+    assert_exact(both_ways(checkpoint(architecture)))
+
+
+@pytest.mark.parametrize("dtype", ["float16", "float32"])
+@pytest.mark.parametrize("architecture", ["qwen3_moe", "deepseek_v2", "deepseek_v3", "mixtral", "llama"])
+def test_other_dtypes(
+    architecture: str, dtype: str, checkpoint: Callable[..., str], both_ways: Callable[..., Any]
+) -> None:
+    assert_exact(both_ways(checkpoint(architecture), dtype=dtype))
+
+
+def test_one_call_per_layer_and_forward(checkpoint: Callable[..., str], both_ways: Callable[..., Any]) -> None:
+    _, split = both_ways(checkpoint("qwen3_moe"), [{"prompt_token_ids": [5, 6, 7]}], {"max_tokens": 5})
+    assert split["calls"] == LAYERS * 5
+
+
+def test_over_tcp(
+    checkpoint: Callable[..., str], both_ways: Callable[..., Any], endpoint: str, attention: dict[str, str], serving: Any
+) -> None:
+    """The rows travel in the stream instead of in shared memory."""
+    import socket
+
+    from tests.engine.children import Child
+    from tests.engine.engines import ffn_server, generate
+
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    model = checkpoint("qwen3_moe")
+    server = Child(ffn_server, model, f"tcp://127.0.0.1:{port}")
+    try:
+        split = Child(generate, model, env={**attention, "AFD_FFN": f"tcp://127.0.0.1:{port}"})
+        assert_exact((Child(generate, model).result(), split.result()))
+    finally:
+        server.stop()

@@ -1,0 +1,1 @@
+"""Tests of the patch manager: plain Python, except test_real_vllm."""
