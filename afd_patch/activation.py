@@ -17,7 +17,6 @@ from typing import Any
 from afd_patch.config import PLUGIN_NAME, AFDConfig
 from afd_patch.errors import AFDError, ConfigError
 from afd_patch.patch_manager import PatchManager
-from afd_patch.patches import patch_set
 
 logger = logging.getLogger("vllm.afd_patch")
 
@@ -51,6 +50,9 @@ def start(config: AFDConfig, *, from_environment: bool) -> Activation:
             )
         return _current
     _check_plugins(os.environ)
+    # Only here: the patches need torch, and vLLM prepares the environment before it imports torch.
+    from afd_patch.patches import patch_set
+
     manager = PatchManager()
     manager.register(*patch_set(config))
     manager.apply()

@@ -29,16 +29,41 @@ def register() -> None:
 
 
 def arm() -> None:
-    """Call ``register`` when this process imports vLLM, and not before: most Python processes never do."""
-    if os.environ.get("AFD_ROLE") and "vllm" not in sys.modules:
+    """Call ``register`` when this process imports vLLM, and not before: most Python processes never do.
+
+    Start-up files call this, and Python reads those of a virtual environment twice, so repeating it changes nothing.
+    """
+    if not os.environ.get("AFD_ROLE"):
+        return
+    if "vllm" in sys.modules:
+        register()
+    elif not any(isinstance(finder, _WhenVLLMIsImported) for finder in sys.meta_path):
         sys.meta_path.insert(0, _WhenVLLMIsImported())
 
 
 class _WhenVLLMIsImported:
-    """A finder that finds nothing; it only notices the import of ``vllm`` and leaves."""
+    """A finder that finds nothing; it notices the import of ``vllm``, and leaves when the role is active.
+
+    A wrong setting ends the process before anything of vLLM runs. The patches import torch, so they have to wait until
+    vLLM did: it prepares the environment for that import first (``vllm/env_override.py``).
+    """
 
     def find_spec(self, name: str, path: Any = None, target: Any = None) -> ModuleSpec | None:
         if name == "vllm":
-            sys.meta_path.remove(self)  # type: ignore[arg-type]
+            _check_settings()
+        elif name.startswith("vllm.") and "torch" in sys.modules:
             register()
+            # Only now: where the end of the process was caught (or was only the end of a thread), the next import from
+            # vLLM ends it again. The list is replaced because the import that is going on iterates over it.
+            sys.meta_path = [finder for finder in sys.meta_path if finder is not self]
         return None
+
+
+def _check_settings() -> None:
+    from afd_patch.config import AFDConfig
+    from afd_patch.errors import AFDError
+
+    try:
+        AFDConfig.from_env(os.environ)
+    except AFDError as error:
+        raise SystemExit(f"afd_patch: {error}") from None

@@ -50,11 +50,12 @@ def make_remote(native: nn.Module, layer: int, reply_dtype: torch.dtype) -> nn.M
     Results arrive as ``reply_dtype``.
     """
     cls = remote_class(type(native))
-    stand_in = cls.__new__(cls)
+    stand_in: Any = cls.__new__(cls)
     nn.Module.__init__(stand_in)
     for name, value in vars(native).items():
         if not name.startswith("_") and isinstance(value, _PLAIN):
             setattr(stand_in, name, value)
-    stand_in.afd_layer = layer  # type: ignore[assignment]
-    stand_in.afd_reply_dtype = reply_dtype  # type: ignore[assignment]
-    return stand_in.train(native.training)
+    stand_in.afd_layer = layer
+    stand_in.afd_reply_dtype = reply_dtype
+    stand_in.train(native.training)
+    return stand_in

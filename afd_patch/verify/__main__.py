@@ -6,6 +6,7 @@ import argparse
 import json
 import math
 import os
+import signal
 import sys
 import tempfile
 import time
@@ -59,6 +60,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("model", metavar="MODEL")
     parser.add_argument("--json", action="store_true", help="print the report as JSON and nothing else")
+    # An orderly end also when asked to stop: temporary files and the FFN server go away.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     options, flags = parser.parse_known_args(arguments)
     try:
         check_model(options.model)

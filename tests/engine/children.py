@@ -13,6 +13,8 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
+#: Removed when the test process ends.
+_logs = tempfile.TemporaryDirectory(prefix="afd-test-logs-")
 _context = multiprocessing.get_context("forkserver")
 _context.set_forkserver_preload(["tests.engine.preload"])
 
@@ -23,7 +25,7 @@ class Child:
     def __init__(
         self, function: Callable[..., Any], *args: Any, env: dict[str, str] | None = None, **kwargs: Any
     ) -> None:
-        self.log = Path(tempfile.mkstemp(prefix="afd-test-", suffix=".log")[1])
+        self.log = Path(tempfile.mkstemp(dir=_logs.name, suffix=".log")[1])
         self._result, write = _context.Pipe(duplex=False)
         self._process = _context.Process(target=_run, args=(write, str(self.log), env or {}, function, args, kwargs))
         self._process.start()
