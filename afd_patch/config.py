@@ -56,9 +56,14 @@ class AFDConfig:
 
     def __post_init__(self) -> None:
         if self.role not in ROLES:
-            raise ConfigError(f"AFD_ROLE={self.role!r} is not a role{_nearest(self.role, ROLES)}; use one of: {', '.join(ROLES)}")
+            raise ConfigError(
+                f"AFD_ROLE={self.role!r} is not a role{_nearest(self.role, ROLES)}; use one of: {', '.join(ROLES)}"
+            )
         if self.gate not in GATES:
-            raise ConfigError(f"AFD_GATE={self.gate!r} is not a place for the router{_nearest(self.gate, GATES)}; use one of: {', '.join(GATES)}")
+            raise ConfigError(
+                f"AFD_GATE={self.gate!r} is not a place for the router{_nearest(self.gate, GATES)}; "
+                f"use one of: {', '.join(GATES)}"
+            )
         if self.role == "attention" and not self.ffn:
             raise ConfigError(
                 "AFD_ROLE=attention needs to know where the FFN is; set AFD_FFN=unix:PATH or AFD_FFN=tcp://HOST:PORT"
@@ -129,8 +134,7 @@ def _check_names(environ: Mapping[str, str]) -> None:
     for name in environ:
         if name.startswith("AFD_") and name not in VARIABLES and not _INJECTED.search(name):
             raise ConfigError(
-                f"{name} is not a setting of afd_patch{_nearest(name, tuple(VARIABLES))}; "
-                f"known: {', '.join(VARIABLES)}"
+                f"{name} is not a setting of afd_patch{_nearest(name, tuple(VARIABLES))}; known: {', '.join(VARIABLES)}"
             )
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import reprlib
 import struct
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
@@ -25,6 +26,10 @@ if TYPE_CHECKING:
 _PROVENANCE = ("_name_or_path", "transformers_version", "_commit_hash")
 #: Sampled per file: this many places, this many bytes each.
 _SAMPLES, _SAMPLE_BYTES = 64, 4096
+#: What a peer sent goes into messages only in part: neither long nor deep.
+_quote = reprlib.Repr()
+_quote.maxstring = _quote.maxother = _quote.maxlong = 80
+_short = _quote.repr
 
 
 @dataclass(frozen=True)
@@ -32,7 +37,8 @@ class Identity:
     """What one side announces. All fields but ``max_rows`` must be equal on both sides.
 
     ``model`` and ``weights`` are hexadecimal digests; ``hidden_size`` is in elements; ``layers`` is the number of
-    decoder layers; ``dtype`` is that of the rows, ``reply_dtype`` that of the results; ``max_rows`` is the largest number of rows of one call (attention: sends, FFN: accepts).
+    decoder layers; ``dtype`` is that of the rows, ``reply_dtype`` that of the results; ``max_rows`` is the largest
+    number of rows of one call (attention: sends, FFN: accepts).
     """
 
     vllm: str
@@ -52,26 +58,38 @@ class Identity:
         return asdict(self)
 
     @classmethod
-    def from_json(cls, content: dict[str, Any]) -> Identity:
-        """Raises ``HandshakeError`` when a field is missing or has another type."""
+    def from_json(cls, content: object) -> Identity:
+        """Raises ``HandshakeError`` when ``content`` is no object, or a field is missing or has another type."""
+        if not isinstance(content, dict):
+            raise HandshakeError(f"the peer's handshake has no proper identity (got {_short(content)})")
         values: dict[str, Any] = {}
         for field in fields(cls):
             value = content.get(field.name)
             if type(value).__name__ != field.type:
-                raise HandshakeError(f"the peer's handshake has no proper {field.name!r} (got {value!r:.80})")
+                raise HandshakeError(f"the peer's handshake has no proper {field.name!r} (got {_short(value)})")
             values[field.name] = value
         return cls(**values)
 
     def mismatch(self, other: Identity) -> str | None:
         """A sentence with both values of the first fields that differ (``self`` is here, ``other`` the peer)."""
         differing = [
-            f"{field.name}: {getattr(self, field.name)!r} here, {getattr(other, field.name)!r} there"
+            f"{field.name}: {_short(getattr(self, field.name))} here, {_short(getattr(other, field.name))} there"
             for field in fields(self)
             if field.name != "max_rows" and getattr(self, field.name) != getattr(other, field.name)
         ]
         if not differing:
             return None
         return "the two roles do not belong together; " + "; ".join(differing)
+
+    def too_many_rows(self, other: Identity) -> str | None:
+        """A sentence, when the attention role ``other`` sends more rows at once than this FFN role takes."""
+        if 0 < other.max_rows <= self.max_rows:
+            return None
+        rows = f"{other.max_rows:d}" if abs(other.max_rows) < 10**12 else "far too many"
+        return (
+            f"the attention role sends up to {rows} rows at once and this FFN server takes {self.max_rows}; "
+            f"start it with --max-num-batched-tokens {rows}"
+        )
 
 
 def identify(vllm_config: Any, boundary: Boundary, config: AFDConfig) -> Identity:

@@ -18,9 +18,7 @@ OP_NAME = "afd_patch::remote_ffn"
 
 
 _library = torch.library.Library("afd_patch", "FRAGMENT")
-_library.define(
-    "remote_ffn(Tensor rows, Tensor(a!) out, int layer) -> ()", tags=(torch.Tag.needs_fixed_stride_order,)
-)
+_library.define("remote_ffn(Tensor rows, Tensor(a!) out, int layer) -> ()", tags=(torch.Tag.needs_fixed_stride_order,))
 
 
 def remote_ffn(rows: torch.Tensor, out: torch.Tensor, layer: int) -> None:

@@ -50,8 +50,8 @@ class WeightRules:
             if module in self.attention_modules:
                 return "attention"
         raise WeightError(
-            f"checkpoint tensor {name!r}: no rule knows it (outside of the layers: {', '.join(self.attention_modules)}); "
-            "fix the name in the checkpoint, or add it to the model's boundary table"
+            f"checkpoint tensor {name!r}: no rule knows it (outside of the layers: "
+            f"{', '.join(self.attention_modules)}); fix the name in the checkpoint, or add it to the model's boundary table"
         )
 
 

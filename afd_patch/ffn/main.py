@@ -20,21 +20,16 @@ if TYPE_CHECKING:
 logger = logging.getLogger("vllm.afd_patch")
 
 
-def serve(config: AFDConfig, engine: EngineArgs) -> None:
-    """Serve the FFN of the model that ``engine`` describes at ``config.listen`` until SIGTERM or SIGINT.
+def serve(config: AFDConfig, listener: Listener, engine: EngineArgs) -> None:
+    """Serve the FFN of the model that ``engine`` describes on ``listener`` until SIGTERM or SIGINT.
 
     Raises ``AFDError`` for what can be said before loading, and whatever the native loader raises.
     """
-    assert config.listen is not None
     activation.start(config, from_environment=False)
-    listener = Listener(config.listen)
-    try:
-        vllm_config = engine.create_engine_config()
-        boundary = boundaries.find(vllm_config.model_config.hf_config.architectures[0])
-        server = FFNServer(listener, identify(vllm_config, boundary, config), spin=config.spin_us * 1e-6)
-        _serve(server, vllm_config, config)
-    finally:
-        listener.close()
+    vllm_config = engine.create_engine_config()
+    boundary = boundaries.find(vllm_config.model_config.hf_config.architectures[0])
+    server = FFNServer(listener, identify(vllm_config, boundary, config), spin=config.spin_us * 1e-6)
+    _serve(server, vllm_config, config)
 
 
 def _serve(server: FFNServer, vllm_config: Any, config: AFDConfig) -> None:

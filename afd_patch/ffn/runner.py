@@ -59,7 +59,10 @@ class FFNRunner:
         for layer, module in modules.items():
             self._layers[layer] = compile_layer(module, layer, self.vllm_config, reply_dtype)
             rows = torch.zeros(
-                EXAMPLE_ROWS, model.hf_text_config.hidden_size, dtype=model.dtype, device=self.vllm_config.device_config.device
+                EXAMPLE_ROWS,
+                model.hf_text_config.hidden_size,
+                dtype=model.dtype,
+                device=self.vllm_config.device_config.device,
             )
             torch._dynamo.mark_dynamic(rows, 0)
             self.compute_ffn_output(layer, rows)

@@ -96,7 +96,9 @@ class ModelBuild:
 
     def finish(self, model: nn.Module) -> None:
         """Put the stand-ins in place and take back what the removed modules registered."""
-        found = {id(module): int(match[1]) for name, module in model.named_modules() if (match := _LAYER_NAME.search(name))}
+        found = {
+            id(module): int(match[1]) for name, module in model.named_modules() if (match := _LAYER_NAME.search(name))
+        }
         attribute = self.boundary.ffn_attribute
         native: dict[int, nn.Module] = {}
         for layer in self._decoder_layers:
@@ -106,15 +108,16 @@ class ModelBuild:
             if not isinstance(ffn, nn.Module) or type(ffn).__name__ not in self._ffn_names:
                 raise UnsupportedError(
                     f"layer {found[id(layer)]}: {type(layer).__name__}.{attribute} is a {type(ffn).__name__}, and the "
-                    f"boundary table of {self.boundary.family} knows {', '.join(self._ffn_names)}; this vLLM builds the "
-                    "layer differently, so it cannot be split"
+                    f"boundary table of {self.boundary.family} knows {', '.join(self._ffn_names)}; this vLLM "
+                    "builds the layer differently, so it cannot be split"
                 )
             native[found[id(layer)]] = ffn
         missing = sorted(set(range(self.num_layers)) - set(native))
         if missing:
             raise UnsupportedError(
                 f"{type(model).__name__} built {len(native)} of {self.num_layers} decoder layers through "
-                f"{self.boundary.decoder} (missing: {missing}); this vLLM builds them differently, so it cannot be split"
+                f"{self.boundary.decoder} (missing: {missing}); this vLLM builds them "
+                "differently, so it cannot be split"
             )
         if self.role == "attention":
             self._swap_ffn(model, native)
@@ -233,7 +236,9 @@ def _replace_in_lists(model: nn.Module, stand_ins: dict[int, nn.Module], removed
     for module in model.modules():
         for value in vars(module).values():
             if isinstance(value, list) and any(id(item) in removed for item in value):
-                value[:] = [stand_ins.get(id(item), item) for item in value if id(item) in stand_ins or id(item) not in removed]
+                value[:] = [
+                    stand_ins.get(id(item), item) for item in value if id(item) in stand_ins or id(item) not in removed
+                ]
 
 
 def _take_back_registrations(vllm_config: Any, removed: set[int]) -> None:

@@ -20,7 +20,6 @@ from afd_patch.identity import identify
 from afd_patch.patch_manager import Patch, host
 from afd_patch.patches.construction import CURRENT_BUILD
 from afd_patch.patches.engine_config import ADDITIONAL_CONFIG_KEY
-
 from afd_patch.patches.model_build import ModelBuild
 
 if TYPE_CHECKING:

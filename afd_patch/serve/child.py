@@ -10,6 +10,7 @@ import sys
 import threading
 from collections import deque
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 
 _PR_SET_PDEATHSIG = 1
 
@@ -65,14 +66,10 @@ class ChildProcess:
         """SIGTERM, and SIGKILL to the whole group for what is left after ``timeout`` seconds."""
         if self.status is None:
             self._process.send_signal(signal.SIGTERM)
-            try:
+            with suppress(subprocess.TimeoutExpired):
                 self._process.wait(timeout)
-            except subprocess.TimeoutExpired:
-                pass
-        try:
+        with suppress(ProcessLookupError):
             os.killpg(self.pid, signal.SIGKILL)
-        except ProcessLookupError:
-            pass
         self._process.wait()
         self.join_output()
 

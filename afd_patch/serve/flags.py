@@ -31,8 +31,12 @@ def parse(arguments: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
     parser.add_argument("model", metavar="MODEL", help="a folder, or a name on the Hugging Face hub")
     parser.add_argument("--role", choices=("both", "attention", "ffn"), default="both")
     parser.add_argument("--listen", metavar="ENDPOINT", help="ffn role: unix:PATH or tcp://HOST:PORT")
-    parser.add_argument("--ffn", metavar="ENDPOINT", action="append", default=[], help="attention role: an FFN server; repeatable")
-    parser.add_argument("--ffn-servers", metavar="N", type=int, default=1, help="both roles: how many FFN servers, all alike")
+    parser.add_argument(
+        "--ffn", metavar="ENDPOINT", action="append", default=[], help="attention role: an FFN server; repeatable"
+    )
+    parser.add_argument(
+        "--ffn-servers", metavar="N", type=int, default=1, help="both roles: how many FFN servers, all alike"
+    )
     parser.add_argument("--gate", choices=("ffn", "attention"), default=None, help="where the router runs (AFD_GATE)")
     parser.add_argument("--connect-timeout", metavar="SECONDS", type=float, help="AFD_CONNECT_TIMEOUT")
     parser.add_argument("--call-timeout", metavar="SECONDS", type=float, help="AFD_CALL_TIMEOUT")
@@ -40,7 +44,9 @@ def parse(arguments: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
     return parser.parse_known_args(arguments)
 
 
-def config_for(flags: argparse.Namespace, role: str, *, ffn: Sequence[str] = (), listen: str | None = None) -> AFDConfig:
+def config_for(
+    flags: argparse.Namespace, role: str, *, ffn: Sequence[str] = (), listen: str | None = None
+) -> AFDConfig:
     """The configuration of ``role``: flags first, then ``AFD_*`` variables, then defaults."""
     environ = {name: value for name, value in os.environ.items() if name.startswith("AFD_")}
     for name in ("AFD_FFN", "AFD_LISTEN"):

@@ -110,8 +110,12 @@ class Launcher:
         return f"http://[{host}]:{self._port}" if ":" in host else f"http://{host}:{self._port}"
 
     def _print_ready(self, seconds: float) -> None:
-        request = {"model": _served_name(self._vllm_flags) or self._model, "prompt": "Hello, my name is", "max_tokens": 16}
-        _say(f"ready after {seconds:.0f} s: {self._url}/v1 (attention role; FFN in {len(self._children) - 1} other process(es))")
+        request = {
+            "model": _served_name(self._vllm_flags) or self._model,
+            "prompt": "Hello, my name is",
+            "max_tokens": 16,
+        }
+        _say(f"ready after {seconds:.0f} s: {self._url}/v1 (attention role), FFN servers: {len(self._children) - 1}")
         _say(f"try: curl {self._url}/v1/completions -H 'Content-Type: application/json' -d '{json.dumps(request)}'")
         _say("Ctrl-C stops everything")
 
@@ -178,7 +182,9 @@ def _require_free_port(host: str, port: int) -> None:
         try:
             probe.bind((host, port))
         except OSError as error:
-            raise ConfigError(f"the OpenAI server cannot listen on port {port} ({error.strerror}); choose another one with --port") from None
+            raise ConfigError(
+                f"the OpenAI server cannot listen on port {port} ({error.strerror}); choose another one with --port"
+            ) from None
 
 
 def _healthy(url: str) -> bool:

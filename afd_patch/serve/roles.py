@@ -9,9 +9,11 @@ import importlib.metadata
 import os
 import sys
 from collections.abc import Sequence
+from contextlib import closing
 
 from afd_patch.config import PLUGIN_NAME, AFDConfig
 from afd_patch.errors import ConfigError, UnsupportedError
+from afd_patch.ffn.listener import Listener
 
 #: Rows of one call that an FFN server takes, unless --max-num-batched-tokens says otherwise: more than any default of
 #: an attention process, so that the two need not be told about each other.
@@ -30,7 +32,13 @@ _NOT_FOR_FFN = {
 
 def run_ffn_role(config: AFDConfig, model: str, vllm_flags: Sequence[str]) -> None:
     """Serve the FFN of ``model`` in this process until SIGTERM; ``vllm_flags`` are those of ``vllm serve``."""
+    assert config.listen is not None
     bind_cores(os.environ.get("VLLM_CPU_OMP_THREADS_BIND", "auto"))
+    with closing(Listener(config.listen)) as listener:  # an endpoint that is taken is known at once
+        _load_and_serve(config, listener, model, vllm_flags)
+
+
+def _load_and_serve(config: AFDConfig, listener: Listener, model: str, vllm_flags: Sequence[str]) -> None:
     # The native worker runs in this process.
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
     from vllm.engine.arg_utils import EngineArgs
@@ -40,7 +48,7 @@ def run_ffn_role(config: AFDConfig, model: str, vllm_flags: Sequence[str]) -> No
     engine = EngineArgs.from_cli_args(serve_parser().parse_args(["--model", model, *vllm_flags]))
     if engine.max_num_batched_tokens is None:
         engine.max_num_batched_tokens = FFN_MAX_ROWS
-    serve(config, dataclasses.replace(engine, **_NOT_FOR_FFN))
+    serve(config, listener, dataclasses.replace(engine, **_NOT_FOR_FFN))
 
 
 def require_entry_point() -> None:
@@ -75,7 +83,16 @@ def attention_command(model: str, vllm_flags: Sequence[str]) -> list[str]:
         importlib.metadata.version("vllm")
     except importlib.metadata.PackageNotFoundError:
         # ``vllm serve`` looks up the version of a distribution called vllm; the CPU build has another name.
-        return [sys.executable, "-W", "ignore::DeprecationWarning", "-m", "vllm.entrypoints.openai.api_server", "--model", model, *vllm_flags]
+        return [
+            sys.executable,
+            "-W",
+            "ignore::DeprecationWarning",
+            "-m",
+            "vllm.entrypoints.openai.api_server",
+            "--model",
+            model,
+            *vllm_flags,
+        ]
     return [sys.executable, "-m", "vllm.entrypoints.cli.main", "serve", model, *vllm_flags]
 
 
@@ -114,5 +131,7 @@ def parse_cores(binding: str) -> set[int]:
         raise ConfigError(f"VLLM_CPU_OMP_THREADS_BIND={binding!r} is not a list of cores like 0,2-4") from None
     missing = cores - os.sched_getaffinity(0)
     if missing or not cores:
-        raise ConfigError(f"VLLM_CPU_OMP_THREADS_BIND={binding!r} names cores that this process may not use: {sorted(missing)}")
+        raise ConfigError(
+            f"VLLM_CPU_OMP_THREADS_BIND={binding!r} names cores that this process may not use: {sorted(missing)}"
+        )
     return cores

@@ -1,4 +1,4 @@
-"""DeepSeek V1 to V3 and the sparse-attention models built like V3. Layer 0 is dense (with sparse attention layer 1 too)."""
+"""DeepSeek V1 to V3 and the sparse-attention models built like V3. Layer 0 is dense (sparse attention: 1 too)."""
 
 from __future__ import annotations
 

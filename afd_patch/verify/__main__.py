@@ -95,14 +95,23 @@ def verify(model: str, flags: Sequence[str], *, quiet: bool = True) -> Report:
         server = ChildProcess("ffn", command, environment, marker=READY, echo=False)
         try:
             split = {**environment, "AFD_ROLE": "attention", "AFD_FFN": endpoint, "AFD_CONNECT_TIMEOUT": "1800"}
-            afd = _finish("attention role", [*run, f"{folder}/afd.json", *engine], split, Path(folder, "afd.json"), server)
+            afd = _finish(
+                "attention role", [*run, f"{folder}/afd.json", *engine], split, Path(folder, "afd.json"), server
+            )
         finally:
             server.terminate(10.0)
     if stock["role"] is not None or afd["role"] != "attention":
         raise ConfigError(f"the comparison itself is wrong: roles {stock['role']!r} and {afd['role']!r}")
     tokens, mismatching, error = compare(stock["answers"], afd["answers"])
     return Report(
-        model, tokens, mismatching, error, afd["remote_calls"], afd["layers"], between - started, time.monotonic() - between
+        model,
+        tokens,
+        mismatching,
+        error,
+        afd["remote_calls"],
+        afd["layers"],
+        between - started,
+        time.monotonic() - between,
     )
 
 
@@ -151,8 +160,8 @@ def print_report(report: Report) -> None:
     print(f"compared {report.tokens} tokens of {report.model}")
     print(f"  stock vLLM              {report.stock_seconds:6.0f} s, start included")
     print(
-        f"  AFD                     {report.afd_seconds:6.0f} s, start included; {report.remote_calls} calls to the FFN "
-        f"server = {report.layers} layers x {report.remote_calls / report.layers:g} forwards"
+        f"  AFD                     {report.afd_seconds:6.0f} s, start included; {report.remote_calls} calls to the "
+        f"FFN server = {report.layers} layers x {report.remote_calls / report.layers:g} forwards"
     )
     print(f"  mismatching tokens      {report.mismatching_tokens}")
     print(f"  largest logprob error   {report.largest_logprob_error}")

@@ -1,4 +1,4 @@
-"""What is asked: rounds of prompts that reach one row, odd row counts, chunked prefill, the prefix cache and sampling."""
+"""What is asked: rounds of prompts that reach one row, odd row counts, chunks, the prefix cache and sampling."""
 
 from __future__ import annotations
 
@@ -30,6 +30,6 @@ def rounds(vocab_size: int, max_model_len: int, max_tokens: int) -> list[Round]:
     return [
         Round("one request", prompts[4:5], greedy),
         Round("mixed lengths", prompts, greedy),
-        Round("cached prefixes", [prompt[:longest] + [5] for prompt in prompts], greedy),
+        Round("cached prefixes", [[*prompt[:longest], 5] for prompt in prompts], greedy),
         Round("two samples each", prompts[:4], {**greedy, "temperature": 0.8, "seed": 7, "n": 2}),
     ]

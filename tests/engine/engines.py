@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import sys
+from contextlib import closing
 from typing import Any
 
 #: Engine settings of all tests; equal settings on both sides make equal batches.
@@ -18,7 +20,8 @@ ENGINE: dict[str, Any] = {
 
 #: One-row, odd and mixed prompts.
 PROMPTS: list[Any] = [
-    {"prompt_token_ids": [(7 * n + 3 * i) % 500 + 3 for i in range(length)]} for n, length in enumerate((1, 2, 3, 7, 33, 120))
+    {"prompt_token_ids": [(7 * n + 3 * i) % 500 + 3 for i in range(length)]}
+    for n, length in enumerate((1, 2, 3, 7, 33, 120))
 ]
 
 GREEDY: dict[str, Any] = {"temperature": 0.0, "max_tokens": 8, "logprobs": 2, "ignore_eos": True}
@@ -30,9 +33,13 @@ def ffn_server(model: str, endpoint: str, **engine: Any) -> None:
     from vllm.engine.arg_utils import EngineArgs
 
     from afd_patch.config import AFDConfig
+    from afd_patch.ffn.listener import Listener
     from afd_patch.ffn.main import serve
 
-    serve(AFDConfig.build(role="ffn", listen=endpoint), EngineArgs(model=model, **{**ENGINE, **engine}))
+    config = AFDConfig.build(role="ffn", listen=endpoint)
+    assert config.listen is not None
+    with closing(Listener(config.listen)) as listener:
+        serve(config, listener, EngineArgs(model=model, **{**ENGINE, **engine}))
 
 
 def build(model: str, **engine: Any) -> Any:
@@ -64,6 +71,15 @@ def ask(llm: Any, prompts: list[Any], sampling: dict[str, Any] | None = None) ->
         for request in outputs
         for o in request.outputs
     ]
+
+
+def modules_of_ours(model: str) -> list[str]:
+    """Patching modules that the process of a stock engine has imported, with vLLM's plugins loaded."""
+    from vllm.plugins import load_general_plugins
+
+    load_general_plugins()
+    assert ask(build(model), PROMPTS)
+    return [name for name in sys.modules if name.startswith(("afd_patch.patch_manager", "afd_patch.patches"))]
 
 
 def remote_calls() -> int:

@@ -48,7 +48,11 @@ def test_one_call_per_layer_and_forward(checkpoint: Callable[..., str], both_way
 
 
 def test_over_tcp(
-    checkpoint: Callable[..., str], both_ways: Callable[..., Any], endpoint: str, attention: dict[str, str], serving: Any
+    checkpoint: Callable[..., str],
+    both_ways: Callable[..., Any],
+    endpoint: str,
+    attention: dict[str, str],
+    serving: Any,
 ) -> None:
     """The rows travel in the stream instead of in shared memory."""
     import socket

@@ -96,7 +96,7 @@ def test_aborts_in_mid_flight(
 
 def two_models(model: str, other: str, **engine: Any) -> dict[str, Any]:
     """Two engines of one process, asked in turn."""
-    first, second = build(model, **engine), build(model if not other else other, **engine)
+    first, second = build(model, **engine), build(other or model, **engine)
     prompts = [prompt(12, 1), prompt(40, 2)]
     return {"outputs": [ask(first, prompts), ask(second, prompts), ask(first, prompts)], "calls": remote_calls()}
 

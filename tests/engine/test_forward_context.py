@@ -25,8 +25,8 @@ def config_of(model: str) -> Any:
 def contexts(model: str) -> dict[str, Any]:
     """What the wrapped ``create_forward_context`` does, looked at from inside and outside of contexts."""
     import torch
-    from vllm.config import CUDAGraphMode
     from vllm import forward_context
+    from vllm.config import CUDAGraphMode
     from vllm.forward_context import get_forward_context, set_forward_context
     from vllm.v1.worker.ubatch_utils import UBatchSlice
 
@@ -101,9 +101,8 @@ def contexts_with_op(model: str) -> dict[str, Any]:
 def every_forward(model: str, **engine: Any) -> dict[str, Any]:
     """Which forwards the remote op saw: profile and warm-up runs before the first request, and its own."""
     from afd_patch.attention import op
-    from afd_patch.metadata import get_afd_metadata_from_forward_context
-
     from afd_patch.connectors import retry
+    from afd_patch.metadata import get_afd_metadata_from_forward_context
 
     seen: list[tuple[int, int, bool]] = []
     native = retry.RetryingConnector.call

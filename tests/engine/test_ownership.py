@@ -206,7 +206,12 @@ EXPERT = "model.layers.2.mlp.experts.5.up_proj.weight"
     ("kind", "old", "new", "expected"),
     [
         ("without", EXPERT, "", [EXPERT, "w13_weight", "incomplete"]),
-        ("without", "model.layers.1.mlp.gate_proj.weight", "", ["model.layers.1.mlp.gate_up_proj.weight (50% written)"]),
+        (
+            "without",
+            "model.layers.1.mlp.gate_proj.weight",
+            "",
+            ["model.layers.1.mlp.gate_up_proj.weight (50% written)"],
+        ),
         ("renamed", EXPERT, "model.layers.2.ml.experts.5.up_proj.weight", ["'ml'", "no rule", "layers.2.ml.experts.5"]),
         ("renamed", EXPERT, "model.layer.2.mlp.experts.5.up_proj.weight", ["no rule knows it", "model.layer.2.mlp"]),
     ],

@@ -1,0 +1,1 @@
+"""Tests of the commands that a person runs, as real processes."""
