@@ -37,7 +37,7 @@ class RemoteFFN:
 
 
 @cache
-def remote_class(native: type[nn.Module]) -> type[nn.Module]:
+def remote_class(native: type) -> Any:
     """The stand-in class for the native FFN class ``native``."""
     from vllm.model_executor.models.utils import PPMissingLayer
 
@@ -49,8 +49,8 @@ def make_remote(native: nn.Module, layer: int, reply_dtype: torch.dtype) -> nn.M
 
     Results arrive as ``reply_dtype``.
     """
-    cls = remote_class(type(native))
-    stand_in: Any = cls.__new__(cls)
+    cls = remote_class(native.__class__)
+    stand_in = cls.__new__(cls)
     nn.Module.__init__(stand_in)
     for name, value in vars(native).items():
         if not name.startswith("_") and isinstance(value, _PLAIN):

@@ -51,7 +51,8 @@ class WeightRules:
                 return "attention"
         raise WeightError(
             f"checkpoint tensor {name!r}: no rule knows it (outside of the layers: "
-            f"{', '.join(self.attention_modules)}); fix the name in the checkpoint, or add it to the model's boundary table"
+            f"{', '.join(self.attention_modules)}); fix the name in the checkpoint, or add it to the model's boundary "
+            "table"
         )
 
 

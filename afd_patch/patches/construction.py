@@ -29,17 +29,18 @@ CURRENT_BUILD: ContextVar[ModelBuild | None] = ContextVar("afd_patch_current_bui
 
 
 def patches(config: AFDConfig) -> list[Patch]:
-    layer_patches = [
-        patch
+    # By target: families share classes.
+    layer_patches = {
+        patch.target: patch
         for table in boundaries.TABLES
         for patch in (
             _constructor(table.decoder, _decoder_layer, "knows which module is a layer's FFN, and counts the layers"),
             *(_constructor(name, _ffn_module, "its weights belong to the FFN role only") for name in table.ffn),
             *(_constructor(name, _attention_module, "the FFN role has no attention") for name in table.attention),
         )
-    ]
+    }
     return [
-        *layer_patches,
+        *layer_patches.values(),
         Patch(
             name="construction.initialize_model",
             target="vllm.model_executor.model_loader.utils:initialize_model",

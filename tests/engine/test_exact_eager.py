@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import socket
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import Any
 
 import pytest
+
+from tests.engine.children import Child
+from tests.engine.engines import PROMPTS, ffn_server, generate
 
 ARCHITECTURES = (
     "qwen3_moe",
@@ -47,19 +52,21 @@ def test_one_call_per_layer_and_forward(checkpoint: Callable[..., str], both_way
     assert split["calls"] == LAYERS * 5
 
 
-def test_over_tcp(
-    checkpoint: Callable[..., str],
-    both_ways: Callable[..., Any],
-    endpoint: str,
-    attention: dict[str, str],
-    serving: Any,
+def test_attention_processes_share_a_server(
+    checkpoint: Callable[..., str], attention: dict[str, str], serving: Callable[..., AbstractContextManager[Child]]
 ) -> None:
+    """Three at once, each with its own row counts."""
+    model = checkpoint("deepseek_v3")
+    batches = [PROMPTS[:1], PROMPTS[1:4], PROMPTS]
+    with serving(model):
+        split = [Child(generate, model, batch, {"max_tokens": 24}, env=attention) for batch in batches]
+        results = [child.result() for child in split]
+    for batch, result in zip(batches, results, strict=True):
+        assert_exact((Child(generate, model, batch, {"max_tokens": 24}).result(), result))
+
+
+def test_over_tcp(checkpoint: Callable[..., str], attention: dict[str, str]) -> None:
     """The rows travel in the stream instead of in shared memory."""
-    import socket
-
-    from tests.engine.children import Child
-    from tests.engine.engines import ffn_server, generate
-
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
