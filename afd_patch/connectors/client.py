@@ -15,68 +15,78 @@ import torch
 from afd_patch.connectors import shared_memory, stream, wire
 from afd_patch.connectors.endpoint import Endpoint
 from afd_patch.connectors.wire import DType, Header, Kind
-from afd_patch.errors import ConnectorError, HandshakeError, ProtocolError, RemoteFFNError
+from afd_patch.errors import HandshakeError, ProtocolError, RemoteFFNError
 from afd_patch.identity import Identity
 
 WIRE_DTYPES = {torch.bfloat16: DType.BFLOAT16, torch.float16: DType.FLOAT16, torch.float32: DType.FLOAT32}
-#: Seconds for the peer to answer a handshake once it is connected.
+#: Seconds for the peer to answer a handshake once it is connected, and for the rest of a frame once it has begun.
 HANDSHAKE_TIMEOUT = 10.0
 
 
 class Channel:
-    """One connection to ``endpoint``, after a successful handshake as ``identity``."""
+    """One connection to ``endpoint`` as ``identity``; of use after ``open``, until something raised."""
 
-    def __init__(self, endpoint: Endpoint, identity: Identity, timeout: float) -> None:
-        """Connect and shake hands within ``timeout`` seconds.
-
-        Raises ``OSError`` when nobody listens, ``HandshakeError`` when the server refuses, ``ConnectorError`` when
-        it does not answer.
-        """
+    def __init__(self, endpoint: Endpoint, identity: Identity) -> None:
         self.endpoint = endpoint
+        self.session = 0
+        self.ready = False
         self._identity = identity
+        self._request_dtype = WIRE_DTYPES[getattr(torch, identity.dtype)]
+        self._reply_dtype = WIRE_DTYPES[getattr(torch, identity.reply_dtype)]
         self._header = memoryview(bytearray(wire.HEADER_SIZE))
         self._shared: shared_memory.SharedRows | None = None
-        self._socket = stream.connect(endpoint, timeout)
-        try:
-            self._shake_hands(time.monotonic() + min(timeout, HANDSHAKE_TIMEOUT))
-        except BaseException:
-            self.close()
-            raise
+        self._socket = socket.socket(endpoint.family, socket.SOCK_STREAM)
+
+    def open(self, timeout: float) -> None:
+        """Connect and shake hands within ``timeout`` seconds.
+
+        Raises ``OSError`` when nobody listens, ``HandshakeError`` when the two do not belong together,
+        ``ConnectorError`` when the server does not answer, or not as an FFN server would.
+        """
+        deadline = time.monotonic() + timeout
+        stream.connect(self._socket, self.endpoint, timeout)
+        self._shake_hands(min(deadline, time.monotonic() + HANDSHAKE_TIMEOUT))
 
     def _shake_hands(self, deadline: float) -> None:
-        hello: dict[str, Any] = {"identity": self._identity.to_json()}
-        if self._socket.family == socket.AF_UNIX:
-            area = shared_memory.area_bytes(self._identity)
-            fd = shared_memory.create(area)
-            try:
-                self._shared = shared_memory.SharedRows(fd, area)
-                hello["shared_memory"] = area
-                shared_memory.send_with_fd(self._socket, wire.text_frame(Kind.HELLO, hello), fd)
-            finally:
-                os.close(fd)
-        else:
-            stream.send_exactly(self._socket, wire.text_frame(Kind.HELLO, hello), deadline)
-        header, content = self._receive_text(deadline)
+        self._send_hello(deadline)
+        try:
+            header, content = self._receive_text(deadline)
+        except wire.VersionError as error:
+            raise HandshakeError(f"{self.endpoint}: {error}") from None
         if header.kind is Kind.REFUSE:
             raise HandshakeError(f"{self.endpoint} refused: {content.get('reason')}")
         if header.kind is not Kind.WELCOME:
             raise ProtocolError(f"{self.endpoint} answered the handshake with {header.kind.name}")
+        server = Identity.from_json(content.get("identity"))
+        reason = self._identity.mismatch(server) or server.too_many_rows(self._identity)
+        if reason is not None:
+            raise HandshakeError(f"{self.endpoint}: {reason}")
         self.session = header.session
-        self.ready = bool(content.get("ready"))
-        self.server: dict[str, Any] = content.get("identity") or {}
+        self.ready = content.get("ready") is True
+
+    def _send_hello(self, deadline: float) -> None:
+        hello: dict[str, Any] = {"identity": self._identity.to_json()}
+        if self._socket.family != socket.AF_UNIX:
+            stream.send_exactly(self._socket, deadline, wire.text_frame(Kind.HELLO, hello))
+            return
+        hello["shared_memory"] = shared_memory.area_bytes(self._identity)
+        fd = shared_memory.create(self._identity)
+        try:
+            self._shared = shared_memory.SharedRows(fd, self._identity)
+            shared_memory.send_with_fd(self._socket, wire.text_frame(Kind.HELLO, hello), fd)
+        finally:
+            os.close(fd)
 
     def wait_ready(self, deadline: float) -> bool:
         """Wait until the server has loaded its weights; ``False`` when ``deadline`` passes first."""
         if self.ready:
             return True
-        try:
-            stream.receive_exactly(self._socket, self._header, deadline)
-        except ConnectorError:
-            if time.monotonic() >= deadline:
-                return False
-            raise
+        if not stream.wait_readable(self._socket, deadline):
+            return False
+        # Once it has begun, it is received completely: half a header would make nonsense of what follows.
+        stream.receive_exactly(self._socket, self._header, time.monotonic() + HANDSHAKE_TIMEOUT)
         header = wire.unpack(self._header)
-        if header.kind is not Kind.READY:
+        if header != Header(Kind.READY, self.session):
             raise ProtocolError(f"{self.endpoint} sent {header.kind.name} before READY")
         self.ready = True
         return True
@@ -85,39 +95,42 @@ class Channel:
         self, layer: int, rows: torch.Tensor, out: torch.Tensor, *, stage: int, transaction: int, call: int,
         deadline: float, spin: float,
     ) -> None:  # fmt: skip
-        """One call; see ``FFNConnector.call``. A ``Channel`` that raised is of no use any more."""
+        """One call; see ``FFNConnector.call``. ``rows`` and ``out`` are what the handshake promised."""
         count, width = rows.shape
         shared = self._shared
+        flags = wire.FLAG_SHARED_MEMORY if shared else 0
         request = Header(
-            Kind.CALL, self.session, transaction, call, layer, stage, WIRE_DTYPES[rows.dtype], count, width,
-            wire.FLAG_SHARED_MEMORY if shared else 0, 0 if shared else rows.nbytes,
+            Kind.CALL, self.session, transaction, call, layer, stage, self._request_dtype, count, width, flags,
+            0 if shared else rows.nbytes,
+        ).pack()  # fmt: skip
+        expected = Header(
+            Kind.REPLY, self.session, transaction, call, layer, stage, self._reply_dtype, count, width, flags,
+            0 if shared else out.nbytes,
         ).pack()  # fmt: skip
         if shared is not None:
-            shared.request(count, width, rows.dtype).copy_(rows)
-            stream.send_exactly(self._socket, request, deadline)
+            shared.requests[:count].copy_(rows)
+            stream.send_exactly(self._socket, deadline, request)
         else:
-            stream.send_exactly(self._socket, request, deadline)
-            stream.send_exactly(self._socket, _bytes_of(rows.contiguous()), deadline)
+            stream.send_exactly(self._socket, deadline, request, _bytes_of(rows.contiguous()))
         stream.receive_exactly(self._socket, self._header, deadline, spin)
-        reply = wire.unpack(self._header)
-        if reply.kind is Kind.ERROR:
-            content = self._receive_body(reply, deadline)
-            raise RemoteFFNError(f"{self.endpoint}, layer {layer}: {content.get('reason')}")
-        expected = (Kind.REPLY, self.session, transaction, call, layer, stage, WIRE_DTYPES[out.dtype], count, width)
-        got = (
-            reply.kind, reply.session, reply.transaction, reply.call, reply.layer, reply.stage, reply.dtype, reply.rows,
-            reply.width,
-        )  # fmt: skip
-        if got != expected or reply.payload != (0 if shared else out.nbytes):
-            raise ProtocolError(f"{self.endpoint}, layer {layer}: the reply belongs to another call ({reply})")
+        if self._header != expected:
+            self._explain(layer, call, deadline)
         if shared is not None:
-            out.copy_(shared.reply(count, width, out.dtype))
+            out.copy_(shared.replies[:count])
         elif out.device.type == "cpu" and out.is_contiguous():
             stream.receive_exactly(self._socket, _bytes_of(out), deadline)
         else:
             landing = torch.empty(out.shape, dtype=out.dtype)
             stream.receive_exactly(self._socket, _bytes_of(landing), deadline)
             out.copy_(landing)
+
+    def _explain(self, layer: int, call: int, deadline: float) -> None:
+        """Raise what it means that the header just received is not the one of the reply."""
+        header = wire.unpack(self._header)
+        if header.kind is Kind.ERROR and (header.session, header.call) == (self.session, call):
+            content = self._receive_body(header, deadline)
+            raise RemoteFFNError(f"{self.endpoint}, layer {layer}: {content.get('reason')}")
+        raise ProtocolError(f"{self.endpoint}: the reply belongs to another call ({header})")
 
     def _receive_text(self, deadline: float) -> tuple[Header, dict[str, Any]]:
         stream.receive_exactly(self._socket, self._header, deadline)
@@ -130,6 +143,10 @@ class Channel:
         body = memoryview(bytearray(header.payload))
         stream.receive_exactly(self._socket, body, deadline)
         return wire.parse_text(body)
+
+    def abort(self) -> None:
+        """Make a wait in another thread end with an error; ``close`` is still due."""
+        stream.shut_down(self._socket)
 
     def close(self) -> None:
         self._socket.close()

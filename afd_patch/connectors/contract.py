@@ -9,7 +9,9 @@ if TYPE_CHECKING:
 
 
 class FFNConnector(Protocol):
-    """Computes one layer's FFN somewhere else."""
+    """Computes one layer's FFN somewhere else; ``calls`` counts."""
+
+    calls: int
 
     def call(self, layer: int, rows: torch.Tensor, out: torch.Tensor, *, stage: int = 0, transaction: int = 0) -> None:
         """Send ``rows`` ``[tokens, hidden]`` to the FFN of ``layer`` and write its result to ``out``.

@@ -38,6 +38,10 @@ class Endpoint:
         return self.path if self.kind == "unix" else (self.host, self.port)
 
 
+def _is_port(text: str) -> bool:
+    return text.isascii() and text.isdigit() and len(text) <= 5 and 0 < int(text) < 65536
+
+
 def parse_endpoint(text: str, setting: str = "endpoint") -> Endpoint:
     """Parse ``text``; ``setting`` is the variable or flag that the error names."""
     text = text.strip()
@@ -55,7 +59,7 @@ def parse_endpoint(text: str, setting: str = "endpoint") -> Endpoint:
     if text.startswith("tcp://"):
         host, colon, port = text.removeprefix("tcp://").rpartition(":")
         host = host.removeprefix("[").removesuffix("]")
-        if not colon or not host or not port.isascii() or not port.isdigit() or not 0 < int(port) < 65536:
+        if not colon or not host or not _is_port(port):
             raise ConfigError(f"{setting}={text!r} is not tcp://HOST:PORT with a port between 1 and 65535")
         return Endpoint("tcp", host=host, port=int(port))
     raise ConfigError(f"{setting}={text!r} is not an endpoint; write unix:PATH or tcp://HOST:PORT")

@@ -7,7 +7,6 @@ an error that the FFN itself reported end it at once.
 
 from __future__ import annotations
 
-import itertools
 import logging
 import threading
 import time
@@ -17,6 +16,7 @@ import torch
 
 from afd_patch.connectors.client import Channel
 from afd_patch.connectors.endpoint import Endpoint
+from afd_patch.connectors.log_limit import LogLimit
 from afd_patch.errors import ConnectorError, HandshakeError, RemoteFFNError
 from afd_patch.identity import Identity
 
@@ -24,12 +24,15 @@ logger = logging.getLogger("vllm.afd_patch")
 
 #: Seconds between two attempts to reach a server that is not there.
 RETRY_PAUSE = 0.1
-#: Seconds between two progress lines while waiting.
+#: Seconds between two log lines about the same cause.
 PROGRESS = 5.0
 
 
 class RetryingConnector:
-    """An ``FFNConnector`` over the servers at ``endpoints``, as ``identity``. Times are seconds."""
+    """An ``FFNConnector`` over the servers at ``endpoints``, as ``identity``. Times are seconds.
+
+    Calls of several threads follow one another. ``close`` may come from any thread and ends what the others do.
+    """
 
     def __init__(
         self, endpoints: Sequence[Endpoint], identity: Identity, *, connect_timeout: float, call_timeout: float,
@@ -37,76 +40,85 @@ class RetryingConnector:
     ) -> None:  # fmt: skip
         self.endpoints = tuple(endpoints)
         self._identity = identity
+        self._dtypes = (getattr(torch, identity.dtype), getattr(torch, identity.reply_dtype))
         self._connect_timeout = connect_timeout
         self._call_timeout = call_timeout
         self._spin = spin
         self._channel: Channel | None = None
         self._next = 0
-        self._calls = itertools.count(1)
         self._lock = threading.Lock()
         self._closed = False
+        self._log_limit = LogLimit(PROGRESS)
         self.calls = 0
         self.repeats = 0
 
     def connect(self) -> None:
         """Shake hands with one server; wait up to the connect timeout for it to listen."""
-        deadline = time.monotonic() + self._connect_timeout
-        report = time.monotonic() + PROGRESS
-        while True:
-            try:
-                self._open(deadline)
-                return
-            except HandshakeError:
-                raise
-            except (OSError, ConnectorError) as error:
-                now = time.monotonic()
-                if now >= deadline:
-                    raise ConnectorError(
-                        f"no FFN server answered at {self._names} within {self._connect_timeout:g} s ({error}); start "
-                        "one with: python -m afd_patch.serve MODEL --role ffn --listen ENDPOINT, or raise "
-                        "AFD_CONNECT_TIMEOUT"
-                    ) from error
-                if now >= report:
-                    logger.info("AFD attention: waiting for an FFN server at %s (%s)", self._names, error)
-                    report = now + PROGRESS
-                time.sleep(RETRY_PAUSE)
+        with self._lock:
+            deadline = time.monotonic() + self._connect_timeout
+            while True:
+                try:
+                    # With several servers, a silent one must leave time for the others.
+                    self._open(min(deadline, time.monotonic() + self._connect_timeout / len(self.endpoints)))
+                    return
+                except HandshakeError:
+                    raise
+                except (OSError, ConnectorError) as error:
+                    self._end_if_closed(error)
+                    if time.monotonic() >= deadline:
+                        raise ConnectorError(
+                            f"no FFN server answered at {self._names} within {self._connect_timeout:g} s ({error}); "
+                            "start one with: python -m afd_patch.serve MODEL --role ffn --listen ENDPOINT, or raise "
+                            "AFD_CONNECT_TIMEOUT"
+                        ) from error
+                    if self._log_limit.due("connect"):
+                        logger.info("AFD attention: waiting for an FFN server at %s (%s)", self._names, error)
+                    time.sleep(RETRY_PAUSE)
 
     def wait_ready(self) -> None:
         """Wait up to the connect timeout until the server has loaded its weights; a lost one is connected again."""
-        deadline = time.monotonic() + self._connect_timeout
-        while True:
-            try:
-                channel = self._channel or self._open(deadline)
-                if channel.wait_ready(min(deadline, time.monotonic() + PROGRESS)):
-                    return
-                cause = "it is still loading"
-            except HandshakeError:
-                raise
-            except (OSError, ConnectorError) as error:
-                self._drop()
-                cause = str(error)
-                time.sleep(RETRY_PAUSE)
-            if time.monotonic() >= deadline:
-                raise ConnectorError(
-                    f"the FFN server at {self._names} was not ready within {self._connect_timeout:g} s ({cause}); look "
-                    "at its log, or raise AFD_CONNECT_TIMEOUT"
-                )
-            logger.info("AFD attention: waiting for the FFN server at %s to load its weights", self._names)
-
-    def call(self, layer: int, rows: torch.Tensor, out: torch.Tensor, *, stage: int = 0, transaction: int = 0) -> None:
-        """See ``FFNConnector.call``."""
         with self._lock:
-            self.calls += 1
-            number = next(self._calls)
-            deadline = time.monotonic() + self._call_timeout
+            deadline = time.monotonic() + self._connect_timeout
             while True:
                 try:
                     channel = self._channel or self._open(deadline)
-                    if not channel.wait_ready(deadline):
-                        raise ConnectorError("the FFN server is still loading")
+                    if channel.wait_ready(min(deadline, time.monotonic() + PROGRESS)):
+                        return
+                    cause = "it is still loading"
+                except HandshakeError:
+                    raise
+                except (OSError, ConnectorError) as error:
+                    self._drop()
+                    self._end_if_closed(error)
+                    cause = str(error)
+                    time.sleep(RETRY_PAUSE)
+                if time.monotonic() >= deadline:
+                    raise ConnectorError(
+                        f"the FFN server at {self._names} was not ready within {self._connect_timeout:g} s ({cause}); "
+                        "look at its log, or raise AFD_CONNECT_TIMEOUT"
+                    )
+                if self._log_limit.due("ready"):
+                    logger.info("AFD attention: waiting for the FFN server at %s (%s)", self._names, cause)
+
+    def call(self, layer: int, rows: torch.Tensor, out: torch.Tensor, *, stage: int = 0, transaction: int = 0) -> None:
+        """See ``FFNConnector.call``."""
+        self._check(layer, rows, out)
+        if rows.shape[0] == 0:
+            return
+        deadline = time.monotonic() + self._call_timeout
+        if not self._lock.acquire(timeout=self._call_timeout):
+            raise ConnectorError(f"AFD attention: layer {layer}: the call before it took {self._call_timeout:g} s")
+        try:
+            self.calls += 1
+            while True:
+                limit = min(deadline, time.monotonic() + self._call_timeout / len(self.endpoints))
+                channel = self._channel
+                try:
+                    channel = channel or self._open(limit)
+                    if not channel.wait_ready(limit):
+                        raise ConnectorError(f"{channel.endpoint} is still loading")
                     channel.call(
-                        layer, rows, out, stage=stage, transaction=transaction, call=number,
-                        deadline=min(deadline, time.monotonic() + self._call_timeout / len(self.endpoints)),
+                        layer, rows, out, stage=stage, transaction=transaction, call=self.calls, deadline=limit,
                         spin=self._spin,
                     )  # fmt: skip
                     return
@@ -114,30 +126,53 @@ class RetryingConnector:
                     self._drop()
                     raise
                 except (OSError, ConnectorError) as error:
-                    self._repeat_or_fail(layer, error, deadline)
+                    self._repeat_or_fail(layer, channel, error, deadline)
+                except BaseException:
+                    self._drop()  # its reply may still come; nobody must take it for the next one
+                    raise
+        finally:
+            self._lock.release()
 
-    def _repeat_or_fail(self, layer: int, error: Exception, deadline: float) -> None:
-        first = self._channel is not None
+    def _check(self, layer: int, rows: torch.Tensor, out: torch.Tensor) -> None:
+        """A call that can never be right is the caller's mistake; no server is asked for it."""
+        identity = self._identity
+        shape = rows.shape
+        if (
+            len(shape) == 2 and shape[0] <= identity.max_rows and shape[1] == identity.hidden_size
+            and out.shape == shape and (rows.dtype, out.dtype) == self._dtypes and 0 <= layer < identity.layers
+        ):  # fmt: skip
+            return
+        raise ConnectorError(
+            f"AFD attention: layer {layer}: a call with {rows.dtype} rows {tuple(shape)} and an output of {out.dtype} "
+            f"{tuple(out.shape)}; up to {identity.max_rows} x {identity.hidden_size} {identity.dtype} rows of "
+            f"{identity.layers} layers, answered in {identity.reply_dtype}, were agreed with the FFN role"
+        )
+
+    def _repeat_or_fail(self, layer: int, channel: Channel | None, error: Exception, deadline: float) -> None:
         self._drop()
-        if self._closed:
-            raise ConnectorError("the connection to the FFN role was closed") from error
+        self._end_if_closed(error)
         if time.monotonic() >= deadline:
             raise ConnectorError(
                 f"AFD attention: layer {layer}: no FFN server at {self._names} answered within "
                 f"{self._call_timeout:g} s ({error}); restart it, or raise AFD_CALL_TIMEOUT"
             ) from error
-        if first:
-            logger.warning("AFD attention: layer %d: %s: %s; repeating the call", layer, self._names, error)
+        if channel is not None:
             self.repeats += 1
-        time.sleep(RETRY_PAUSE)
+        if self._log_limit.due(error):
+            at = channel.endpoint if channel is not None else self._names
+            logger.warning("AFD attention: layer %d: %s: %s; repeating the call", layer, at, error)
+        time.sleep(min(RETRY_PAUSE, max(0.0, deadline - time.monotonic())))
 
     def _open(self, deadline: float) -> Channel:
-        if self._closed:
-            raise ConnectorError("the connection to the FFN role was closed")
+        """A channel to the next server; with the next attempt it is the one after it."""
         endpoint = self.endpoints[self._next % len(self.endpoints)]
-        self._next += 1
-        self._channel = Channel(endpoint, self._identity, max(0.05, deadline - time.monotonic()))
-        self._next -= 1  # stay with a server that works
+        self._channel = Channel(endpoint, self._identity)
+        self._end_if_closed(None)
+        try:
+            self._channel.open(max(0.05, deadline - time.monotonic()))
+        except BaseException:
+            self._drop()
+            raise
         return self._channel
 
     def _drop(self) -> None:
@@ -146,10 +181,18 @@ class RetryingConnector:
             self._channel = None
             self._next += 1
 
+    def _end_if_closed(self, cause: Exception | None) -> None:
+        if self._closed:
+            raise ConnectorError(f"the connection to the FFN role at {self._names} was closed") from cause
+
     @property
     def _names(self) -> str:
         return ", ".join(map(str, self.endpoints))
 
     def close(self) -> None:
         self._closed = True
-        self._drop()
+        channel = self._channel
+        if channel is not None:
+            channel.abort()
+        with self._lock:
+            self._drop()

@@ -19,38 +19,38 @@ import torch
 from afd_patch.errors import ProtocolError
 from afd_patch.identity import Identity
 
+_INT = array.array("i").itemsize
 _SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
 
 
 class SharedRows:
-    """Two areas of ``area`` bytes each, seen as tensors."""
+    """The file behind ``fd``, as ``requests`` ``[max_rows, hidden]`` and ``replies`` of the same shape.
 
-    def __init__(self, fd: int, area: int) -> None:
-        self.area = area
-        self._map = mmap.mmap(fd, 2 * area)
-        self._bytes = torch.frombuffer(self._map, dtype=torch.uint8)
+    Both are views that live as long as this object; what is in their first rows is valid until the next call.
+    """
 
-    def request(self, rows: int, width: int, dtype: torch.dtype) -> torch.Tensor:
-        """The request area as ``[rows, width]``; a view, valid until the next call."""
-        return self._view(0, rows, width, dtype)
+    def __init__(self, fd: int, identity: Identity) -> None:
+        area = area_bytes(identity)
+        content = torch.frombuffer(mmap.mmap(fd, 2 * area), dtype=torch.uint8)
+        shape = (identity.max_rows, identity.hidden_size)
 
-    def reply(self, rows: int, width: int, dtype: torch.dtype) -> torch.Tensor:
-        """The reply area as ``[rows, width]``; a view, valid until the next call."""
-        return self._view(self.area, rows, width, dtype)
+        def view(start: int, dtype: torch.dtype) -> torch.Tensor:
+            return content[start : start + shape[0] * shape[1] * dtype.itemsize].view(dtype).view(shape)
 
-    def _view(self, start: int, rows: int, width: int, dtype: torch.dtype) -> torch.Tensor:
-        size = rows * width * dtype.itemsize
-        return self._bytes[start : start + size].view(dtype).view(rows, width)
+        self.requests = view(0, getattr(torch, identity.dtype))
+        self.replies = view(area, getattr(torch, identity.reply_dtype))
 
 
 def area_bytes(identity: Identity) -> int:
     """Bytes of one area, in whole pages: room for the largest request, and for the largest reply."""
-    itemsize = max(getattr(torch, name).itemsize for name in (identity.dtype, identity.reply_dtype))
-    return -(-identity.max_rows * identity.hidden_size * itemsize // mmap.PAGESIZE) * mmap.PAGESIZE
+    itemsize: int = max(getattr(torch, name).itemsize for name in (identity.dtype, identity.reply_dtype))
+    pages = -(-identity.max_rows * identity.hidden_size * itemsize // mmap.PAGESIZE)
+    return pages * mmap.PAGESIZE
 
 
-def create(area: int) -> int:
-    """A file descriptor of ``2 * area`` bytes whose size cannot change any more."""
+def create(identity: Identity) -> int:
+    """A file descriptor of the size that ``identity`` needs, which cannot change any more."""
+    area = area_bytes(identity)
     fd = os.memfd_create("afd_patch", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     try:
         os.ftruncate(fd, 2 * area)
@@ -61,13 +61,13 @@ def create(area: int) -> int:
     return fd
 
 
-def check(fd: int, area: int) -> None:
+def check(fd: int, identity: Identity) -> None:
     """Raise ``ProtocolError`` unless ``fd`` is safe to map: a peer that shrinks it would kill us with SIGBUS."""
     try:
         seals = fcntl.fcntl(fd, fcntl.F_GET_SEALS)
     except OSError:
         raise ProtocolError("the shared memory that the peer sent is no sealed memory file") from None
-    if seals & _SEALS != _SEALS or os.fstat(fd).st_size != 2 * area:
+    if seals & _SEALS != _SEALS or os.fstat(fd).st_size != 2 * area_bytes(identity):
         raise ProtocolError("the shared memory that the peer sent is not sealed or has the wrong size")
 
 
@@ -76,3 +76,18 @@ def send_with_fd(sock: socket.socket, data: bytes, fd: int) -> None:
     sent = sock.sendmsg([data], [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", [fd]))])
     if sent != len(data):
         raise ProtocolError("the handshake did not fit into the socket buffer")
+
+
+def receive_with_fds(sock: socket.socket, buffer: memoryview, fds: list[int]) -> int:
+    """Like ``recv_into``; adds the file descriptors that came along to ``fds``.
+
+    Raises ``ProtocolError`` when there is more than one in all: a peer must not be able to use up ours.
+    """
+    data, ancillary, flags, _ = sock.recvmsg(len(buffer), socket.CMSG_SPACE(2 * _INT), socket.MSG_CMSG_CLOEXEC)
+    for level, kind, content in ancillary:
+        if level == socket.SOL_SOCKET and kind == socket.SCM_RIGHTS:
+            fds.extend(array.array("i", content[: len(content) - len(content) % _INT]))
+    if len(fds) > 1 or flags & socket.MSG_CTRUNC:
+        raise ProtocolError("the peer sent more files than the one for the shared memory")
+    buffer[: len(data)] = data
+    return len(data)

@@ -10,9 +10,8 @@ from __future__ import annotations
 
 import json
 import struct
-from dataclasses import dataclass
 from enum import IntEnum
-from typing import Any
+from typing import Any, NamedTuple
 
 from afd_patch.errors import ProtocolError
 
@@ -47,14 +46,18 @@ class DType(IntEnum):
     FLOAT32 = 3
 
 
-ITEMSIZE = {DType.NONE: 0, DType.BFLOAT16: 2, DType.FLOAT16: 2, DType.FLOAT32: 4}
+_KINDS = {int(kind): kind for kind in Kind}
+_DTYPES = {int(dtype): dtype for dtype in DType}
 
 #: ``flags``: the rows are in the connection's shared memory and no payload follows.
 FLAG_SHARED_MEMORY = 1
 
 
-@dataclass(frozen=True, slots=True)
-class Header:
+class VersionError(ProtocolError):
+    """The peer speaks another version of the protocol."""
+
+
+class Header(NamedTuple):
     """One frame's header.
 
     ``session`` is given by the server to one connection; ``transaction`` counts the forwards of the caller and
@@ -83,29 +86,42 @@ class Header:
 
 def unpack(data: bytes | bytearray | memoryview) -> Header:
     """The header in ``data`` (exactly ``HEADER_SIZE`` bytes); raises ``ProtocolError`` when it is none."""
-    (magic, version, kind, dtype, flags, layer, stage, session, transaction, call, rows, width, spare1, spare2, payload) = (
-        _HEADER.unpack(data)
-    )
+    (
+        magic, version, kind, dtype, flags, layer, stage, session,
+        transaction, call, rows, width, spare1, spare2, payload,
+    ) = _HEADER.unpack(data)  # fmt: skip
     if magic != MAGIC:
-        raise ProtocolError(f"not an AFD frame: it starts with {bytes(magic)!r}")
+        raise ProtocolError(f"not an AFD frame: it starts with {magic!r}")
     if version != PROTOCOL_VERSION:
-        raise ProtocolError(f"AFD protocol {version} from the peer, {PROTOCOL_VERSION} here; use the same afd_patch on both sides")
+        raise VersionError(
+            f"AFD protocol {version} from the peer, {PROTOCOL_VERSION} here; use the same afd_patch on both sides"
+        )
     if spare1 or spare2:
         raise ProtocolError("reserved header fields are not zero")
     try:
         return Header(
-            Kind(kind), session, transaction, call, layer, stage, DType(dtype), rows, width, flags, payload
+            _KINDS[kind], session, transaction, call, layer, stage, _DTYPES[dtype], rows, width, flags, payload
         )
-    except ValueError as error:
-        raise ProtocolError(f"unknown frame kind or dtype: {error}") from None
+    except KeyError:
+        raise ProtocolError(f"unknown frame kind {kind} or dtype {dtype}") from None
 
 
-def text_frame(kind: Kind, content: dict[str, Any], **fields: int) -> bytes:
+def check_start(data: bytes | bytearray | memoryview) -> None:
+    """Raise ``ProtocolError`` when ``data``, the first bytes of a header, cannot become one."""
+    start = bytes(data[: len(MAGIC)])
+    if len(start) == len(MAGIC) and start != MAGIC:
+        raise ProtocolError(f"not an AFD frame: it starts with {start!r}")
+
+
+def text_frame(
+    kind: Kind, content: dict[str, Any], *, session: int = 0, transaction: int = 0, call: int = 0, layer: int = 0,
+    stage: int = 0,
+) -> bytes:  # fmt: skip
     """A frame that carries JSON."""
     body = json.dumps(content, sort_keys=True).encode()
     if len(body) > MAX_TEXT:
         raise ProtocolError(f"{kind.name} would be {len(body)} bytes, more than {MAX_TEXT}")
-    return Header(kind, payload=len(body), **fields).pack() + body
+    return Header(kind, session, transaction, call, layer, stage, payload=len(body)).pack() + body
 
 
 def parse_text(body: bytes | bytearray | memoryview) -> dict[str, Any]:

@@ -17,16 +17,6 @@ from torch import nn
 EXAMPLE_ROWS = 16
 
 
-def compiles_ffn(vllm_config: Any) -> bool:
-    """Whether the stock model's FFN would be part of a graph that Dynamo traces as a whole."""
-    from vllm.config import CompilationMode
-
-    return vllm_config.compilation_config.mode in (
-        CompilationMode.STOCK_TORCH_COMPILE,
-        CompilationMode.DYNAMO_TRACE_ONCE,
-    )
-
-
 def compile_layer(
     module: nn.Module, layer: int, vllm_config: Any, reply_dtype: torch.dtype
 ) -> Callable[[torch.Tensor], torch.Tensor]:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from afd_patch import activation, boundaries
 from afd_patch.config import AFDConfig
 from afd_patch.ffn.listener import Listener
-from afd_patch.ffn.runner import FFNRunner
+from afd_patch.ffn.runner import FFNRunner, configure
 from afd_patch.ffn.server import FFNServer
 from afd_patch.identity import identify
 
@@ -26,7 +26,7 @@ def serve(config: AFDConfig, listener: Listener, engine: EngineArgs) -> None:
     Raises ``AFDError`` for what can be said before loading, and whatever the native loader raises.
     """
     activation.start(config, from_environment=False)
-    vllm_config = engine.create_engine_config()
+    vllm_config = configure(engine)
     boundary = boundaries.find(vllm_config.model_config.hf_config.architectures[0])
     server = FFNServer(listener, identify(vllm_config, boundary, config), spin=config.spin_us * 1e-6)
     _serve(server, vllm_config, config)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import socket
 import time
-from collections import deque
+from contextlib import suppress
 
 import torch
 
@@ -23,41 +23,44 @@ FRAME_TIMEOUT = 10.0
 
 
 class Peer:
-    """``frame`` returns complete frames; ``shared`` and ``rows_buffer`` exist after the handshake."""
+    """``welcome`` tells whether the handshake was right; ``requests`` and ``replies`` exist from then on.
 
-    def __init__(self, sock: socket.socket, name: str, session: int) -> None:
-        stream.prepare(sock)
+    ``shared`` tells whether these are memory of both processes, or ours.
+    """
+
+    def __init__(self, sock: socket.socket, session: int) -> None:
         self.socket = sock
-        self.name = name
         self.session = session
         self.welcome = False
+        self.shared = False
         self.max_rows = 0
-        self.shared: shared_memory.SharedRows | None = None
-        self.rows_buffer: torch.Tensor | None = None
+        self.requests = torch.empty(0)
+        self.replies = torch.empty(0)
         self.deadline: float | None = time.monotonic() + FRAME_TIMEOUT
         self._fds: list[int] = []
-        self._head = bytearray(wire.HEADER_SIZE)
+        self._head = memoryview(bytearray(wire.HEADER_SIZE))
         self._header: Header | None = None
-        self._body: memoryview = memoryview(b"")
+        self._body = memoryview(b"")
         self._filled = 0
-        self._outgoing: deque[memoryview] = deque()
+        self._outgoing: list[memoryview] = []
+        sock.setblocking(False)
+        stream.set_options(sock)
 
     # -- receiving ------------------------------------------------------------------------------------------------
 
     def read_header(self) -> Header | None:
-        """The header of the next frame once it is complete; raises ``ConnectionError`` when the peer is gone."""
+        """The header of the present frame once it is complete; raises ``ConnectionError`` when the peer is gone."""
         while self._header is None:
-            view = memoryview(self._head)[self._filled :]
-            received = self._receive(view)
+            received = self._receive(self._head[self._filled :] if self._filled else self._head)
             if received is None:
                 return None
             self._filled += received
-            if self._filled == wire.HEADER_SIZE:
+            if self._filled < wire.HEADER_SIZE:
+                wire.check_start(self._head[: self._filled])
+                self._set_deadline()
+            else:
                 self._header = wire.unpack(self._head)
                 self._filled = 0
-                return self._header
-            if self.deadline is None:
-                self.deadline = time.monotonic() + FRAME_TIMEOUT
         return self._header
 
     def read_body(self, buffer: memoryview) -> bool:
@@ -65,8 +68,7 @@ class Peer:
         while self._filled < len(buffer):
             received = self._receive(buffer[self._filled :])
             if received is None:
-                if self.deadline is None:
-                    self.deadline = time.monotonic() + FRAME_TIMEOUT
+                self._set_deadline()
                 return False
             self._filled += received
         return True
@@ -95,31 +97,32 @@ class Peer:
             if self.welcome:
                 received = self.socket.recv_into(view)
             else:  # the handshake may bring a file descriptor along
-                data, fds, _, _ = socket.recv_fds(self.socket, len(view), 4)
-                self._fds += fds
-                received = len(data)
-                view[:received] = data
+                received = shared_memory.receive_with_fds(self.socket, view, self._fds)
         except BlockingIOError:
             return None
         if received == 0:
             raise ConnectionError("closed by the peer")
         return received
 
+    def _set_deadline(self) -> None:
+        if self.deadline is None:
+            self.deadline = time.monotonic() + FRAME_TIMEOUT
+
     # -- the handshake --------------------------------------------------------------------------------------------
 
     def accept(self, identity: Identity, area: object) -> None:
         """Make the buffers of a peer whose handshake was right; ``area`` is what it said of its shared memory."""
-        if area is not None:
-            expected = shared_memory.area_bytes(identity)
-            if area != expected or len(self._fds) != 1:
-                raise ProtocolError(f"shared memory of {area!r} bytes and {len(self._fds)} files; {expected} and 1 expected")
-            shared_memory.check(self._fds[0], expected)
-            self.shared = shared_memory.SharedRows(self._fds[0], expected)
+        self.shared = area is not None
+        if self.shared:
+            if type(area) is not int or area != shared_memory.area_bytes(identity) or len(self._fds) != 1:
+                raise ProtocolError("the peer's shared memory does not have the size that its handshake implies")
+            shared_memory.check(self._fds[0], identity)
+            memory = shared_memory.SharedRows(self._fds[0], identity)
+            self.requests, self.replies = memory.requests, memory.replies
         else:
             # Pages of this buffer become real when rows arrive in them.
-            self.rows_buffer = torch.empty(
-                identity.max_rows * identity.hidden_size, dtype=getattr(torch, identity.dtype)
-            )
+            shape = (identity.max_rows, identity.hidden_size)
+            self.requests = torch.empty(shape, dtype=getattr(torch, identity.dtype))
         self._close_fds()
         self.max_rows = identity.max_rows
         self.welcome = True
@@ -127,36 +130,59 @@ class Peer:
     # -- sending --------------------------------------------------------------------------------------------------
 
     def send(self, *parts: bytes | memoryview) -> None:
-        """Send ``parts`` as far as the socket takes them; the rest waits for ``flush``."""
-        self._outgoing.extend(memoryview(part) for part in parts)
+        """Send ``parts`` as far as the socket takes them; a copy of the rest waits for ``flush``."""
+        self._outgoing.extend(map(memoryview, parts))
         self.flush()
+        if self._outgoing:  # whoever computes next may write to the memory behind ``parts``
+            self._outgoing = [memoryview(bytes(part)) for part in self._outgoing]
 
     def flush(self) -> None:
-        while self._outgoing:
-            part = self._outgoing[0]
+        """Send what is waiting, as far as the socket takes it."""
+        outgoing = self._outgoing
+        while outgoing:
             try:
-                sent = self.socket.send(part)
+                sent = self.socket.sendmsg(outgoing)
             except BlockingIOError:
-                if self.deadline is None:
-                    self.deadline = time.monotonic() + FRAME_TIMEOUT
+                self._set_deadline()
                 return
-            if sent < len(part):
-                self._outgoing[0] = part[sent:]
-            else:
-                self._outgoing.popleft()
-        if self._header is None and self.welcome:
+            while outgoing and sent >= len(outgoing[0]):
+                sent -= len(outgoing.pop(0))
+            if outgoing:
+                outgoing[0] = outgoing[0][sent:]
+        if self.welcome and not self.mid_frame:
             self.deadline = None
+
+    def send_last(self, data: bytes) -> None:
+        """Say ``data``, if the socket takes it, and nothing more; ``close`` is still due."""
+        with suppress(OSError):
+            self.socket.send(data)
+            self.socket.shutdown(socket.SHUT_WR)
+            # TCP would throw away what we said if anything were left unread.
+            for _ in range(16):
+                if not self.socket.recv(wire.MAX_TEXT):
+                    break
 
     @property
     def blocked(self) -> bool:
         """Whether bytes for this peer are still waiting."""
         return bool(self._outgoing)
 
+    @property
+    def mid_frame(self) -> bool:
+        """Whether a frame of this peer has begun and is not complete."""
+        return self._header is not None or self._filled > 0
+
+    @property
+    def closed(self) -> bool:
+        return self.socket.fileno() < 0
+
     def close(self) -> None:
+        """Close the connection, also for processes that were forked while it existed."""
         self._close_fds()
+        stream.shut_down(self.socket)
         self.socket.close()
-        self.shared = None
-        self.rows_buffer = None
+        self.requests = self.replies = torch.empty(0)
+        self._outgoing = []
 
     def _close_fds(self) -> None:
         for fd in self._fds:

@@ -8,15 +8,30 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
 from afd_patch.errors import ConnectorError
-from afd_patch.ffn.compiled import EXAMPLE_ROWS, compile_layer, compiles_ffn
+from afd_patch.ffn.compiled import EXAMPLE_ROWS, compile_layer
+from afd_patch.identity import traced_as_a_whole
+
+if TYPE_CHECKING:
+    from vllm.engine.arg_utils import EngineArgs
 
 logger = logging.getLogger("vllm.afd_patch")
+
+
+def configure(engine: EngineArgs) -> Any:
+    """The ``VllmConfig`` of an FFN worker; the ffn role must be active."""
+    from afd_patch.patches.engine_config import FOR_FFN_RUNNER
+
+    token = FOR_FFN_RUNNER.set(True)
+    try:
+        return engine.create_engine_config()
+    finally:
+        FOR_FFN_RUNNER.reset(token)
 
 
 class FFNRunner:
@@ -31,7 +46,7 @@ class FFNRunner:
         self._executor = UniProcExecutor(vllm_config)
         build = take_loaded(vllm_config)
         self._layers: dict[int, Callable[[torch.Tensor], torch.Tensor]] = dict(build.layers)
-        if compiles_ffn(vllm_config):
+        if traced_as_a_whole(vllm_config):
             self._compile(build.layers, build.reply_dtype)
 
     @property

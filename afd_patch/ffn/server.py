@@ -14,11 +14,13 @@ import os
 import select
 import time
 from collections.abc import Callable
+from contextlib import suppress
 
 import torch
 
 from afd_patch.connectors import wire
 from afd_patch.connectors.client import WIRE_DTYPES
+from afd_patch.connectors.log_limit import LogLimit
 from afd_patch.connectors.wire import FLAG_SHARED_MEMORY, Header, Kind
 from afd_patch.errors import ConnectorError, HandshakeError, ProtocolError
 from afd_patch.ffn.listener import Listener
@@ -32,7 +34,16 @@ Compute = Callable[[int, torch.Tensor], torch.Tensor]
 
 #: Seconds without a call after which a draining server stops.
 _DRAIN_IDLE = 0.5
+#: Seconds between two looks at the clocks of the peers, and the same while draining.
+_TICK, _DRAIN_TICK = 0.5, 0.1
 _HTTP_METHODS = (b"GET ", b"POST", b"HEAD", b"PUT ", b"OPTI", b"DELE", b"PATC")
+_HTTP_TEXT = (
+    f"This port carries AFD activations (protocol {wire.PROTOCOL_VERSION}) between vLLM processes. "
+    "The OpenAI API is served by the attention role, on its own port.\n"
+)
+_HTTP_ANSWER = (
+    f"HTTP/1.0 400 Bad Request\r\nContent-Type: text/plain\r\nContent-Length: {len(_HTTP_TEXT)}\r\n\r\n{_HTTP_TEXT}"
+).encode()
 
 
 class FFNServer:
@@ -43,12 +54,17 @@ class FFNServer:
         self.calls = 0
         self._listener = listener
         self._spin = spin
-        self._dtype: torch.dtype = getattr(torch, identity.dtype)
+        self._itemsize: int = getattr(torch, identity.dtype).itemsize
+        self._code = WIRE_DTYPES[getattr(torch, identity.dtype)]
         self._reply_dtype: torch.dtype = getattr(torch, identity.reply_dtype)
+        self._reply_code = WIRE_DTYPES[self._reply_dtype]
         self._compute: Compute | None = None
         self._sessions = itertools.count(1)
         self._peers: dict[int, Peer] = {}
         self._stop = False
+        self._closed = False
+        self._accept_again = 0.0
+        self._log_limit = LogLimit(5.0)
         self._drain_until: float | None = None
         self._wake_read, self._wake_write = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
         self._epoll = select.epoll()
@@ -66,13 +82,14 @@ class FFNServer:
         self._compute = compute
         for peer in list(self._peers.values()):
             if peer.welcome:
-                self._guarded(peer, lambda peer: peer.send(Header(Kind.READY, peer.session).pack()))
-        self._loop()
+                self._guarded(peer, self._send_ready)
+        with torch.inference_mode():  # the copies in and out cost a third of what they cost outside
+            self._loop()
 
     def stop_loop(self) -> None:
-        """Make the running loop return; safe from other threads."""
+        """Make the running loop return, or the next one at once if none runs; safe from other threads."""
         self._stop = True
-        os.write(self._wake_write, b"x")
+        self._wake()
 
     def drain(self, timeout: float) -> None:
         """Take no new peers, serve the present ones until they are idle or ``timeout`` seconds passed, then return.
@@ -80,9 +97,17 @@ class FFNServer:
         Safe from signal handlers.
         """
         self._drain_until = time.monotonic() + timeout
-        os.write(self._wake_write, b"x")
+        self._wake()
+
+    def _wake(self) -> None:
+        if not self._closed:
+            with suppress(BlockingIOError):  # a full pipe wakes as well
+                os.write(self._wake_write, b"x")
 
     def close(self) -> None:
+        if self._closed:
+            return
+        self._closed = True
         for peer in list(self._peers.values()):
             self._drop(peer, None)
         self._listener.close()
@@ -93,97 +118,106 @@ class FFNServer:
     # -- the loop -------------------------------------------------------------------------------------------------
 
     def _loop(self) -> None:
-        self._stop = False
         spin_until = 0.0
-        last_call = time.monotonic()
+        last_call = next_check = time.monotonic()
+        listening = self._listener.socket.fileno()
         while not self._stop:
             before = self.calls
-            spinning = time.perf_counter() < spin_until
-            for fd, event in self._epoll.poll(0 if spinning else self._next_deadline()):
-                if fd == self._wake_read:
-                    os.read(self._wake_read, 64)
-                elif fd == self._listener.socket.fileno():
-                    self._accept()
-                elif (peer := self._peers.get(fd)) is not None:
+            tick = _TICK if self._drain_until is None else _DRAIN_TICK
+            spinning = spin_until and time.monotonic() < spin_until
+            for fd, event in self._epoll.poll(0 if spinning else tick):
+                if (peer := self._peers.get(fd)) is not None:
                     self._on_event(peer, event)
+                elif fd == listening:
+                    self._accept()
+                elif fd == self._wake_read:
+                    os.read(self._wake_read, 64)
+            now = time.monotonic()
             if self.calls != before:
-                last_call = time.monotonic()
-                spin_until = time.perf_counter() + self._spin
-            elif not spinning:
-                self._drop_overdue()
-            if self._drain_until is not None:
-                now = time.monotonic()
-                if now >= self._drain_until or (now - last_call > _DRAIN_IDLE and not self._busy()):
-                    return
-
-    def _next_deadline(self) -> float:
-        if self._drain_until is not None:
-            return 0.1
-        deadlines = [peer.deadline for peer in self._peers.values() if peer.deadline is not None]
-        return min(1.0, max(0.0, min(deadlines) - time.monotonic())) if deadlines else 1.0
+                last_call = now
+                spin_until = now + self._spin if self._spin else 0.0
+            if now >= next_check:
+                next_check = now + tick
+                self._check_clocks(now)
+            if self._drain_until is not None and (
+                now >= self._drain_until or (now - last_call > _DRAIN_IDLE and not self._busy())
+            ):
+                break
+        self._stop = False
 
     def _busy(self) -> bool:
-        return any(peer.blocked for peer in self._peers.values())
+        return any(peer.blocked or peer.mid_frame for peer in self._peers.values() if peer.welcome)
 
     def _accept(self) -> None:
         try:
             sock, _ = self._listener.socket.accept()
-        except BlockingIOError:
+        except (BlockingIOError, ConnectionError):
             return
-        if self._drain_until is not None:
+        except OSError as error:
+            # No file descriptor or memory is left. The connection keeps waiting, and would keep the loop awake.
+            if self._log_limit.due(error):
+                logger.warning("AFD ffn: cannot take another connection at %s: %s", self._listener.endpoint, error)
+            self._epoll.modify(self._listener.socket, 0)
+            self._accept_again = time.monotonic() + _TICK
+            return
+        try:
+            if self._drain_until is not None:
+                raise ConnectionError("draining")
+            peer = Peer(sock, next(self._sessions))
+            self._epoll.register(sock, select.EPOLLIN)
+        except OSError:
             sock.close()
             return
-        session = next(self._sessions)
-        peer = Peer(sock, f"peer {session}", session)
         self._peers[sock.fileno()] = peer
-        self._epoll.register(sock, select.EPOLLIN)
+
+    def _check_clocks(self, now: float) -> None:
+        if self._accept_again and now >= self._accept_again:
+            self._accept_again = 0.0
+            self._epoll.modify(self._listener.socket, select.EPOLLIN)
+        for peer in [p for p in self._peers.values() if p.deadline is not None and p.deadline < now]:
+            what = "it did not take its reply" if peer.blocked else "it stopped in the middle of a frame"
+            self._drop(peer, what if peer.welcome else "it did not finish its handshake")
 
     def _on_event(self, peer: Peer, event: int) -> None:
-        if event & select.EPOLLOUT:
-            self._guarded(peer, self._on_writable)
-        if event & (select.EPOLLIN | select.EPOLLHUP | select.EPOLLERR) and not peer.blocked:
+        if peer.blocked:  # only one frame of a peer is in work at a time
+            self._guarded(peer, Peer.flush)
+        elif event & ~select.EPOLLOUT:
             self._guarded(peer, self._on_readable)
 
     def _guarded(self, peer: Peer, action: Callable[[Peer], None]) -> None:
         """Run ``action``; whatever is the peer's fault costs the peer its connection and nothing else."""
-        if peer.socket.fileno() < 0:
-            return
+        was_blocked = peer.blocked
         try:
             action(peer)
-            if peer.socket.fileno() >= 0:
-                events = select.EPOLLOUT if peer.blocked else select.EPOLLIN
-                self._epoll.modify(peer.socket, events)
+            if peer.blocked != was_blocked and not peer.closed:
+                self._epoll.modify(peer.socket, select.EPOLLOUT if peer.blocked else select.EPOLLIN)
         except ProtocolError as error:
-            self._drop(peer, self._explain(peer, error))
+            self._refuse(peer, error)
         except OSError as error:
-            self._drop(peer, f"connection lost ({error})" if peer.welcome else str(error))
+            self._drop(peer, f"connection lost ({error})")
+        except Exception as error:  # a defect here must not end the connections of the others
+            logger.exception("AFD ffn: a defect of the server in the connection of peer %d", peer.session)
+            self._drop(peer, f"{type(error).__name__}, a defect of the server")
 
-    def _explain(self, peer: Peer, error: ProtocolError) -> str:
-        if not peer.welcome and peer.first_bytes.startswith(_HTTP_METHODS):
-            text = (
-                f"This port carries AFD activations (protocol {wire.PROTOCOL_VERSION}) between vLLM processes. "
-                "The OpenAI API is served by the attention role, on its own port.\n"
-            ).encode()
-            answer = b"HTTP/1.0 400 Bad Request\r\nContent-Type: text/plain\r\nContent-Length: %d\r\n\r\n" % len(text)
-            peer.socket.send(answer + text)
-            return "an HTTP client called the data port"
-        return str(error)
+    def _refuse(self, peer: Peer, error: ProtocolError) -> None:
+        """Drop ``peer``, and tell it why if it may not know yet what it speaks to."""
+        reason = str(error)
+        if not peer.welcome:
+            if peer.first_bytes.startswith(_HTTP_METHODS):
+                reason = "an HTTP client called the data port"
+                peer.send_last(_HTTP_ANSWER)
+            elif peer.first_bytes.startswith(wire.MAGIC):
+                peer.send_last(wire.text_frame(Kind.REFUSE, {"reason": reason}))
+        self._drop(peer, reason)
 
     def _drop(self, peer: Peer, reason: str | None) -> None:
-        self._peers.pop(peer.socket.fileno(), None)
+        del self._peers[peer.socket.fileno()]
         if reason is not None:
-            logger.info("AFD ffn: %s at %s dropped: %s", peer.name, self._listener.endpoint, reason)
+            logger.info("AFD ffn: peer %d at %s dropped: %s", peer.session, self._listener.endpoint, reason)
+        self._epoll.unregister(peer.socket)
         peer.close()
 
-    def _drop_overdue(self) -> None:
-        now = time.monotonic()
-        for peer in [p for p in self._peers.values() if p.deadline is not None and p.deadline < now]:
-            self._drop(peer, "it stopped in the middle of a frame")
-
     # -- frames ---------------------------------------------------------------------------------------------------
-
-    def _on_writable(self, peer: Peer) -> None:
-        peer.flush()
 
     def _on_readable(self, peer: Peer) -> None:
         header = peer.read_header()
@@ -205,76 +239,69 @@ class FFNServer:
         content = wire.parse_text(body)
         peer.end_frame()
         try:
-            theirs = Identity.from_json(content.get("identity") or {})
-            reason = self.identity.mismatch(theirs) or self._too_many_rows(theirs)
+            theirs = Identity.from_json(content.get("identity"))
+            reason = self.identity.mismatch(theirs) or self.identity.too_many_rows(theirs)
         except HandshakeError as error:
             reason = str(error)
         if reason is not None:
-            peer.socket.send(wire.text_frame(Kind.REFUSE, {"reason": reason}))
-            self._drop(peer, f"refused: {reason}")
-            return
+            raise ProtocolError(reason)
         peer.accept(theirs, content.get("shared_memory"))
-        ready = self._compute is not None
-        peer.send(
-            wire.text_frame(Kind.WELCOME, {"ready": ready, "identity": self.identity.to_json()}, session=peer.session)
-        )
+        welcome = {"ready": self._compute is not None, "identity": self.identity.to_json()}
+        peer.send(wire.text_frame(Kind.WELCOME, welcome, session=peer.session))
 
-    def _too_many_rows(self, theirs: Identity) -> str | None:
-        if 0 < theirs.max_rows <= self.identity.max_rows:
-            return None
-        return (
-            f"the attention role sends up to {theirs.max_rows} rows at once and this FFN server takes "
-            f"{self.identity.max_rows}; start it with --max-num-batched-tokens {theirs.max_rows}"
-        )
+    @staticmethod
+    def _send_ready(peer: Peer) -> None:
+        peer.send(Header(Kind.READY, peer.session).pack())
 
     def _on_call(self, peer: Peer, header: Header, compute: Compute) -> None:
         self._check_call(peer, header)
-        shape = (header.rows, header.width)
-        if peer.shared is not None:
-            rows = peer.shared.request(*shape, self._dtype)
-        else:
-            assert peer.rows_buffer is not None
-            flat = peer.rows_buffer[: header.rows * header.width]
-            if not peer.read_body(memoryview(flat.view(torch.uint8).numpy())):
-                return
-            rows = flat.view(shape)
+        rows = peer.requests[: header.rows]
+        if not peer.shared and not peer.read_body(_bytes_of(rows)):
+            return
         peer.end_frame()
         self.calls += 1
         try:
             result = compute(header.layer, rows)
             if result.shape != rows.shape or result.dtype != self._reply_dtype:
                 raise ConnectorError(f"the FFN returned {result.dtype} {tuple(result.shape)}")
+            if not peer.shared:
+                result = result.detach().contiguous().cpu()
         except Exception as error:  # whatever the native FFN raises is the caller's answer, not the server's end
             logger.exception("AFD ffn: layer %d failed on %d rows", header.layer, header.rows)
             peer.send(error_frame(header, f"{type(error).__name__}: {error}"))
             return
-        self._reply(peer, header, result)
-
-    def _check_call(self, peer: Peer, header: Header) -> None:
-        if header.kind is not Kind.CALL:
-            raise ProtocolError(f"{header.kind.name} where a call was expected")
-        expected_payload = 0 if peer.shared else header.rows * header.width * self._dtype.itemsize
-        wrong = (
-            (header.session != peer.session, f"session {header.session}, this connection is {peer.session}"),
-            (header.layer >= self.identity.layers, f"layer {header.layer} of {self.identity.layers}"),
-            (header.dtype is not WIRE_DTYPES[self._dtype], f"dtype {header.dtype.name}, the model has {self.identity.dtype}"),
-            (header.width != self.identity.hidden_size, f"rows of {header.width}, the model has {self.identity.hidden_size}"),
-            (not 0 < header.rows <= peer.max_rows, f"{header.rows} rows, between 1 and {peer.max_rows} were agreed"),
-            (header.flags != (FLAG_SHARED_MEMORY if peer.shared else 0), f"flags {header.flags}"),
-            (header.payload != expected_payload, f"a payload of {header.payload} bytes, {expected_payload} expected"),
-        )
-        for is_wrong, what in wrong:
-            if is_wrong:
-                raise ProtocolError(f"a call with {what}")
-
-    def _reply(self, peer: Peer, header: Header, result: torch.Tensor) -> None:
         reply = Header(
-            Kind.REPLY, peer.session, header.transaction, header.call, header.layer, header.stage,
-            WIRE_DTYPES[self._reply_dtype], header.rows, header.width, header.flags, 0 if peer.shared else result.nbytes,
+            Kind.REPLY, header.session, header.transaction, header.call, header.layer, header.stage, self._reply_code,
+            header.rows, header.width, header.flags, 0 if peer.shared else result.nbytes,
         ).pack()  # fmt: skip
-        if peer.shared is not None:
-            peer.shared.reply(header.rows, header.width, self._reply_dtype).copy_(result)
+        if peer.shared:
+            peer.replies[: header.rows].copy_(result)
             peer.send(reply)
         else:
-            payload = result.detach().contiguous().cpu().view(torch.uint8).numpy()
-            peer.send(reply, memoryview(payload).cast("B"))
+            peer.send(reply, _bytes_of(result))
+
+    def _check_call(self, peer: Peer, header: Header) -> None:
+        identity = self.identity
+        payload = 0 if peer.shared else header.rows * header.width * self._itemsize
+        flags = FLAG_SHARED_MEMORY if peer.shared else 0
+        if header.kind is not Kind.CALL:
+            raise ProtocolError(f"{header.kind.name} where a call was expected")
+        if header.session != peer.session:
+            raise ProtocolError(f"a call with session {header.session}, this connection is {peer.session}")
+        if header.layer >= identity.layers:
+            raise ProtocolError(f"a call with layer {header.layer} of {identity.layers}")
+        if header.dtype is not self._code:
+            raise ProtocolError(f"a call with dtype {header.dtype.name}, the model has {identity.dtype}")
+        if header.width != identity.hidden_size:
+            raise ProtocolError(f"a call with rows of {header.width}, the model has {identity.hidden_size}")
+        if not 0 < header.rows <= peer.max_rows:
+            raise ProtocolError(f"a call with {header.rows} rows, between 1 and {peer.max_rows} were agreed")
+        if header.flags != flags:
+            raise ProtocolError(f"a call with flags {header.flags}, {flags} expected")
+        if header.payload != payload:
+            raise ProtocolError(f"a call with a payload of {header.payload} bytes, {payload} expected")
+
+
+def _bytes_of(tensor: torch.Tensor) -> memoryview:
+    """The memory of a contiguous tensor of this host, as bytes."""
+    return memoryview(tensor.view(torch.uint8).numpy()).cast("B")

@@ -53,10 +53,16 @@ def patches(config: AFDConfig) -> list[Patch]:
     ]
 
 
+def patch_name(target: str) -> str:
+    """The name of the patch of the class ``module:Class``."""
+    module, _, cls = target.partition(":")
+    return f"construction.{module.rpartition('.')[2]}.{cls}"
+
+
 def _constructor(target: str, wrapper: Any, why: str) -> Patch:
     module, _, cls = target.partition(":")
     return Patch(
-        name=f"construction.{cls}",
+        name=patch_name(target),
         target=f"{target}.__init__",
         make=host(wrapper),
         why=f"{cls}: {why}",

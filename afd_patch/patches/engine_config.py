@@ -7,6 +7,7 @@ mixed, and carries it to every child process, where ``model_load.py`` compares i
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from contextvars import ContextVar
 from typing import TYPE_CHECKING, Any
 
 from afd_patch import boundaries
@@ -20,6 +21,9 @@ if TYPE_CHECKING:
 
 #: Where the role is in ``VllmConfig.additional_config``.
 ADDITIONAL_CONFIG_KEY = "afd_patch"
+
+#: True while the FFN role configures its worker; everybody else who asks for a configuration wants an engine.
+FOR_FFN_RUNNER: ContextVar[bool] = ContextVar("afd_patch_for_ffn_runner", default=False)
 
 #: Loaders that were tried with both roles.
 LOAD_FORMATS = ("auto", "hf", "safetensors", "dummy")
@@ -42,6 +46,12 @@ def _create(config: AFDConfig) -> Callable[..., Any]:
     def create_engine_config(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
         from afd_patch.activation import stopping
 
+        with stopping():
+            if config.role == "ffn" and not FOR_FFN_RUNNER.get():
+                raise UnsupportedError(
+                    "the ffn role is no vLLM engine, so LLM and vllm serve cannot have it; start an FFN server with: "
+                    "python -m afd_patch.serve MODEL --role ffn --listen ENDPOINT"
+                )
         vllm_config = wrapped(*args, **kwargs)
         with stopping():
             boundary = boundaries.find(vllm_config.model_config.hf_config.architectures[0])

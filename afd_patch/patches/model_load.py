@@ -18,7 +18,7 @@ from afd_patch import boundaries
 from afd_patch.errors import PatchNotApplied
 from afd_patch.identity import identify
 from afd_patch.patch_manager import Patch, host
-from afd_patch.patches.construction import CURRENT_BUILD
+from afd_patch.patches.construction import CURRENT_BUILD, patch_name
 from afd_patch.patches.engine_config import ADDITIONAL_CONFIG_KEY
 from afd_patch.patches.model_build import ModelBuild
 
@@ -102,19 +102,14 @@ def _require_patches(boundary: Boundary) -> None:
     if active is None:
         raise PatchNotApplied("this process is not active any more; activate it before building a model")
     import_now(boundary)
-    others = {
-        f"construction.{name.partition(':')[2]}"
-        for table in boundaries.TABLES
-        if table is not boundary
-        for name in (table.decoder, *table.ffn, *table.attention)
-    }
-    own = {f"construction.{n.partition(':')[2]}" for n in (boundary.decoder, *boundary.ffn, *boundary.attention)}
+    others = {patch_name(name) for table in boundaries.TABLES if table is not boundary for name in table.classes}
+    own = {patch_name(name) for name in boundary.classes}
     active.manager.require_applied([s.name for s in active.manager.status() if s.name in own or s.name not in others])
 
 
 def import_now(boundary: Boundary) -> None:
     """Import the modules of this family and of the loaders, so that their patches are in effect or fail here."""
-    modules = {name.partition(":")[0] for name in (boundary.decoder, *boundary.ffn, *boundary.attention)}
+    modules = {name.partition(":")[0] for name in boundary.classes}
     for module in sorted(modules):
         importlib.import_module(module)
 

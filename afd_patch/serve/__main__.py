@@ -15,12 +15,14 @@ from afd_patch.serve.roles import attention_command, run_ffn_role
 def main(arguments: Sequence[str] | None = None) -> int:
     """Exit status: 0 stopped as asked, 1 a process failed, 2 a setting is wrong."""
     flags, vllm_flags = our.parse(sys.argv[1:] if arguments is None else arguments)
+    os.environ.pop("AFD_ROLE", None)  # the flags say what this process is
     try:
         our.check_model(flags.model)
         if flags.role == "ffn":
-            if flags.listen is None:
+            listen = flags.listen or os.environ.get("AFD_LISTEN")
+            if not listen:
                 raise ConfigError("--role ffn needs --listen unix:PATH or --listen tcp://HOST:PORT")
-            run_ffn_role(our.config_for(flags, "ffn", listen=flags.listen), flags.model, vllm_flags)
+            run_ffn_role(our.config_for(flags, "ffn", listen=listen), flags.model, vllm_flags)
             return 0
         if flags.listen is not None:
             raise ConfigError("--listen belongs to --role ffn; leave it out, or add --role ffn")

@@ -59,15 +59,15 @@ class Launcher:
             _say("stopped; no process, socket or shared memory is left")
 
     def _serve(self, endpoints: list[str]) -> int:
-        attention_cores, ffn_cores = divide_cores(len(endpoints))
+        attention_cores, ffn_cores = divide_cores()
         own = [sys.executable, "-m", "afd_patch.serve", self._model, "--role", "ffn"]
         started = time.monotonic()
         for index, endpoint in enumerate(endpoints):
             config = our.config_for(self._flags, "ffn", listen=endpoint)
-            env = _environment({**config.to_env(), "AFD_ROLE": "", "AFD_LISTEN": ""}, ffn_cores[index])
+            env = _environment({**config.to_env(), "AFD_ROLE": "", "AFD_LISTEN": ""}, ffn_cores)
             command = [*own, "--listen", endpoint, *self._vllm_flags]
             self._children.append(ChildProcess(f"ffn-{index}", command, env, marker=READY))
-            _say(f"starting FFN server {index} at {endpoint}{_on_cores(ffn_cores[index])}")
+            _say(f"starting FFN server {index} at {endpoint}{_on_cores(ffn_cores)}")
         config = our.config_for(self._flags, "attention", ffn=endpoints)
         env = _environment(config.to_env(), attention_cores)
         self._children.append(ChildProcess("api", attention_command(self._model, self._vllm_flags), env, marker=PROVEN))
@@ -120,24 +120,22 @@ class Launcher:
         _say("Ctrl-C stops everything")
 
 
-def divide_cores(servers: int) -> tuple[str | None, list[str | None]]:
-    """Cores for the attention role and for each FFN server, as ``VLLM_CPU_OMP_THREADS_BIND`` lists.
+def divide_cores() -> tuple[str | None, str | None]:
+    """Cores for the attention role and for the FFN servers, as ``VLLM_CPU_OMP_THREADS_BIND`` lists.
 
     ``None`` means unbound: on one core there is nothing to divide. A binding that the user chose for vLLM stays the
-    attention role's, and the FFN servers share what it leaves.
+    attention role's, and the FFN gets what it leaves. Several FFN servers share their cores, because the attention
+    role calls one of them at a time; the others are there for when it fails.
     """
     cores = sorted(os.sched_getaffinity(0))
     chosen = os.environ.get("VLLM_CPU_OMP_THREADS_BIND", "auto")
     if chosen not in ("auto", "nobind", ""):
-        attention: str | None = chosen
-        rest = [core for core in cores if core not in parse_cores(chosen.replace("|", ","))]
-    else:
-        half = len(cores) - len(cores) // 2
-        attention = ",".join(map(str, cores[:half])) if len(cores) > 1 else None
-        rest = cores[half:]
-    if len(rest) < servers:
-        return attention, [",".join(map(str, rest)) or None] * servers
-    return attention, [",".join(map(str, rest[index::servers])) for index in range(servers)]
+        taken = parse_cores(chosen.replace("|", ","))
+        return chosen, ",".join(str(core) for core in cores if core not in taken) or None
+    if len(cores) == 1:
+        return None, None
+    half = len(cores) - len(cores) // 2
+    return ",".join(map(str, cores[:half])), ",".join(map(str, cores[half:]))
 
 
 def _room_for_both(vllm_flags: Sequence[str]) -> list[str]:

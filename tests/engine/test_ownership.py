@@ -74,11 +74,11 @@ def ffn_model(path: str, endpoint: str, **engine: Any) -> dict[str, Any]:
     from vllm.engine.arg_utils import EngineArgs
 
     import afd_patch
-    from afd_patch.ffn.runner import FFNRunner
+    from afd_patch.ffn.runner import FFNRunner, configure
 
     read = record_reads()
     afd_patch.activate(role="ffn", listen=endpoint)
-    vllm_config = EngineArgs(model=path, **{**ENGINE, **engine}).create_engine_config()
+    vllm_config = configure(EngineArgs(model=path, **{**ENGINE, **engine}))
     runner = FFNRunner(vllm_config)
     return describe(runner._executor.driver_worker.worker.model_runner.model, vllm_config, read)
 

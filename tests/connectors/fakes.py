@@ -1,0 +1,212 @@
+"""Servers and networks that misbehave on purpose, in threads of the test."""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+import threading
+from collections.abc import Callable
+from types import TracebackType
+
+import torch
+from lab import SOON, identity, reference
+
+from afd_patch.connectors import wire
+from afd_patch.connectors.endpoint import Endpoint
+from afd_patch.connectors.wire import DType, Header, Kind
+from afd_patch.identity import Identity
+
+
+class Accepting:
+    """Listens on a TCP ``endpoint`` while the block lasts; every connection gets a thread that runs ``handle``."""
+
+    def __init__(self, endpoint: Endpoint) -> None:
+        self.accepted = 0
+        self._listener = socket.create_server((endpoint.host, endpoint.port))
+        self._sockets: list[socket.socket] = []
+        self._threads = [threading.Thread(target=self._accept, daemon=True)]
+
+    def handle(self, number: int, sock: socket.socket) -> None:
+        raise NotImplementedError
+
+    def _accept(self) -> None:
+        while True:
+            try:
+                sock, _ = self._listener.accept()
+            except OSError:
+                return
+            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            sock.settimeout(SOON)
+            self.track(sock)
+            self.accepted += 1
+            self.run(self._guarded, self.accepted - 1, sock)
+
+    def _guarded(self, number: int, sock: socket.socket) -> None:
+        with contextlib.suppress(OSError):
+            self.handle(number, sock)
+        with contextlib.suppress(OSError):
+            sock.shutdown(socket.SHUT_RDWR)
+
+    def run(self, function: Callable[..., None], *args: object) -> None:
+        thread = threading.Thread(target=function, args=args, daemon=True)
+        self._threads.append(thread)
+        thread.start()
+
+    def track(self, sock: socket.socket) -> None:
+        self._sockets.append(sock)
+
+    def __enter__(self) -> Accepting:
+        self._threads[0].start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        for sock in [self._listener, *self._sockets]:
+            with contextlib.suppress(OSError):
+                sock.shutdown(socket.SHUT_RDWR)
+        self._listener.close()
+        for thread in self._threads:
+            thread.join(SOON)
+        for sock in self._sockets:
+            sock.close()
+
+
+class FakeServer(Accepting):
+    """Runs ``script`` for every connection."""
+
+    def __init__(self, endpoint: Endpoint, script: Callable[[FakePeer], object]) -> None:
+        super().__init__(endpoint)
+        self._script = script
+
+    def handle(self, number: int, sock: socket.socket) -> None:
+        self._script(FakePeer(sock, number))
+
+
+class FakePeer:
+    """The connection of one client, as a fake server sees it; ``number`` counts connections from 0."""
+
+    def __init__(self, sock: socket.socket, number: int) -> None:
+        self.socket = sock
+        self.number = number
+        self.session = 100 + number
+
+    def receive(self, size: int) -> bytes:
+        data = b""
+        while len(data) < size:
+            more = self.socket.recv(size - len(data))
+            if not more:
+                raise ConnectionError("closed")
+            data += more
+        return data
+
+    def say(self, *data: bytes) -> None:
+        self.socket.sendall(b"".join(data))
+
+    def welcome(self, who: Identity | None = None, ready: bool = True) -> None:
+        header = wire.unpack(self.receive(wire.HEADER_SIZE))
+        self.receive(header.payload)
+        content = {"ready": ready, "identity": (who or identity()).to_json()}
+        self.say(wire.text_frame(Kind.WELCOME, content, session=self.session))
+
+    def read_call(self) -> tuple[Header, torch.Tensor]:
+        header = wire.unpack(self.receive(wire.HEADER_SIZE))
+        rows = torch.frombuffer(bytearray(self.receive(header.payload)), dtype=torch.bfloat16)
+        return header, rows.view(header.rows, header.width)
+
+    @staticmethod
+    def reply(header: Header, rows: torch.Tensor, /, **changes: object) -> bytes:
+        """The right reply to a call, or one with ``changes`` in its header."""
+        payload = reference(header.layer, rows).view(torch.uint8).numpy().tobytes()
+        right = header._replace(kind=Kind.REPLY, dtype=DType.BFLOAT16, payload=len(payload))
+        return right._replace(**changes).pack() + payload  # type: ignore[arg-type]
+
+    def serve(self) -> None:
+        """Answer calls as a server should."""
+        while True:
+            self.say(self.reply(*self.read_call()))
+
+    def wait_until_closed(self) -> None:
+        while self.socket.recv(1 << 16):
+            pass
+
+
+#: ``filter(offset, data) -> data``: what goes on of ``data``, which is at ``offset`` of the stream.
+Filter = Callable[[int, bytes], bytes]
+
+
+class Cut(Exception):
+    """Raised by a filter: ``last`` still goes on, then the line is cut."""
+
+    def __init__(self, last: bytes) -> None:
+        super().__init__()
+        self.last = last
+
+
+def unchanged(offset: int, data: bytes) -> bytes:
+    return data
+
+
+def cut(place: int) -> Filter:
+    """Lets ``place`` bytes through, then cuts the line."""
+
+    def filter_(offset: int, data: bytes) -> bytes:
+        if offset + len(data) >= place:
+            raise Cut(data[: max(0, place - offset)])
+        return data
+
+    return filter_
+
+
+def swallow(place: int) -> Filter:
+    """Lets ``place`` bytes through, then nothing, with the line open."""
+    return lambda offset, data: data[: max(0, place - offset)]
+
+
+def flip(place: int) -> Filter:
+    """Turns over one bit of the byte at ``place``."""
+
+    def filter_(offset: int, data: bytes) -> bytes:
+        at = place - offset
+        if not 0 <= at < len(data):
+            return data
+        return data[:at] + bytes([data[at] ^ 1]) + data[at + 1 :]
+
+    return filter_
+
+
+class Proxy(Accepting):
+    """A network between a client and the TCP server at ``target``.
+
+    The n-th connection passes what the server sends through the n-th of ``replies``, and what the client sends
+    through the n-th of ``requests``; later connections are left alone.
+    """
+
+    def __init__(
+        self, endpoint: Endpoint, target: Endpoint, replies: tuple[Filter, ...] = (), requests: tuple[Filter, ...] = ()
+    ) -> None:
+        super().__init__(endpoint)
+        self._target = target
+        self._replies, self._requests = replies, requests
+
+    def handle(self, number: int, sock: socket.socket) -> None:
+        server = socket.create_connection(self._target.address, SOON)  # type: ignore[arg-type]
+        server.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        self.track(server)
+        self.run(self._pump, sock, server, self._requests[number] if number < len(self._requests) else unchanged)
+        self._pump(server, sock, self._replies[number] if number < len(self._replies) else unchanged)
+
+    @staticmethod
+    def _pump(source: socket.socket, sink: socket.socket, filter_: Filter) -> None:
+        offset = 0
+        with contextlib.suppress(OSError):
+            while data := source.recv(1 << 16):
+                try:
+                    sink.sendall(filter_(offset, data))
+                except Cut as cut_:
+                    sink.sendall(cut_.last)
+                    break
+                offset += len(data)
+        for sock in (source, sink):
+            with contextlib.suppress(OSError):
+                sock.shutdown(socket.SHUT_RDWR)

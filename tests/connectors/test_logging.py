@@ -1,0 +1,144 @@
+"""What the log says: one line per event, none per layer, no stack trace for what somebody else did."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+
+import pytest
+from fakes import FakePeer, FakeServer
+from lab import SOON, Server, ask, assert_right, connector, eventually, random_rows
+from raw import Raw
+
+from afd_patch.connectors import retry
+from afd_patch.connectors.endpoint import Endpoint
+from afd_patch.connectors.log_limit import LogLimit
+from afd_patch.connectors.retry import RetryingConnector
+from afd_patch.errors import ConnectorError
+from afd_patch.ffn.peer import Peer
+
+Start = Callable[..., Server]
+Connect = Callable[..., RetryingConnector]
+
+
+@pytest.fixture(autouse=True)
+def afd_log(caplog: pytest.LogCaptureFixture) -> pytest.LogCaptureFixture:
+    # vLLM's logging, if it is configured in this process, does not hand lines on to the root.
+    logger = logging.getLogger("vllm.afd_patch")
+    logger.addHandler(caplog.handler)
+    logger.setLevel(logging.INFO)
+    return caplog
+
+
+def messages(caplog: pytest.LogCaptureFixture) -> list[str]:
+    # A line that reaches the handler twice, by its logger and by the root, is one.
+    return [record.getMessage() for record in {id(record): record for record in caplog.records}.values()]
+
+
+def test_a_lost_server_is_one_line(
+    endpoint: Endpoint, start: Start, connect: Connect, caplog: pytest.LogCaptureFixture
+) -> None:
+    server = start(endpoint)
+    client = connect(endpoint, call_timeout=1.0)
+    server.kill()
+    with pytest.raises(ConnectorError):
+        ask(client, 3, random_rows(2))
+    lines = messages(caplog)
+    assert 1 <= len(lines) <= 2, lines  # that it was lost, and that it cannot be reached
+    assert all(str(endpoint) in line and "layer 3" in line and "repeating the call" in line for line in lines)
+    assert not any(record.exc_info for record in caplog.records)
+
+
+def test_a_server_that_drops_every_call_is_one_line(tcp: Endpoint, caplog: pytest.LogCaptureFixture) -> None:
+    def script(peer: FakePeer) -> None:
+        peer.welcome()
+        peer.read_call()
+
+    with FakeServer(tcp, script) as server:
+        client = connector(tcp, call_timeout=0.7)
+        client.connect()
+        for layer in range(3):  # as a forward goes on with the next layer, or the next request
+            with pytest.raises(ConnectorError):
+                ask(client, layer, random_rows(2))
+        assert server.accepted > 9
+        client.close()
+    lines = [line for line in messages(caplog) if "closed by the peer" in line]
+    assert len(lines) == 1, lines
+
+
+def test_waiting_for_a_server_is_one_line(tcp: Endpoint, caplog: pytest.LogCaptureFixture) -> None:
+    with pytest.raises(ConnectorError):
+        connector(tcp, connect_timeout=0.5).connect()
+    (line,) = messages(caplog)
+    assert "waiting for an FFN server at" in line
+    assert str(tcp) in line
+
+
+def test_a_server_that_does_not_stay_while_loading_is_one_line(tcp: Endpoint, caplog: pytest.LogCaptureFixture) -> None:
+    with FakeServer(tcp, lambda peer: peer.welcome(ready=False)) as server:
+        client = connector(tcp, connect_timeout=0.7)
+        client.connect()
+        with pytest.raises(ConnectorError, match="not ready"):
+            client.wait_ready()
+        assert server.accepted > 3
+        client.close()
+    assert len(messages(caplog)) == 1, messages(caplog)
+
+
+def test_good_peers_come_and_go_with_one_line(endpoint: Endpoint, start: Start) -> None:
+    server = start(endpoint)
+    for _ in range(3):
+        client = server.client()
+        assert_right(client)
+        client.close()
+    assert eventually(lambda: len(server.lines("dropped")) == 3)
+    assert len(server.log()) == 3
+    assert all("closed by the peer" in line for line in server.log())
+
+
+def test_a_failing_layer_says_where_it_failed(endpoint: Endpoint, start: Start, connect: Connect) -> None:
+    """That is the server's own fault, so its log has the stack trace that the answer has not."""
+    server = start(endpoint)
+    with pytest.raises(ConnectorError) as error:
+        ask(connect(endpoint), 6, random_rows(2))
+    assert "Traceback" not in str(error.value)
+    assert len(server.lines("Traceback")) == 1
+
+
+def test_a_defect_of_the_server_costs_one_connection(
+    tcp: Endpoint, start: Start, connect: Connect, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever goes wrong with one peer, the loop goes on for the others; here something unforeseen does."""
+    accept = Peer.accept
+
+    def accept_all_but_one(self: Peer, identity: object, area: object) -> None:
+        if self.session == 2:
+            raise ZeroDivisionError("unforeseen")
+        accept(self, identity, area)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(Peer, "accept", accept_all_but_one)
+    server = start(tcp)
+    client = connect(tcp)
+    assert_right(client)
+    unlucky = Raw(tcp)
+    unlucky.hello()
+    assert unlucky.rest() == b""
+    assert_right(client)
+    assert client.repeats == 0
+    assert server.lines("ZeroDivisionError, a defect of the server")
+    server.log_file.write_text("")  # it was meant to be there
+
+
+def test_the_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = [100.0]
+    monkeypatch.setattr("afd_patch.connectors.log_limit.time.monotonic", lambda: now[0])
+    limit = LogLimit(5.0)
+    assert limit.due("layer 1 lost")
+    assert not limit.due("layer 22 lost")  # numbers make no other cause
+    assert limit.due("something else")
+    now[0] += 5.0
+    assert limit.due("layer 1 lost")
+    for number in range(1000):
+        limit.due("x" * 10 + chr(97 + number % 26) * (number // 26))
+    assert len(limit._last) <= 64
+    assert retry.PROGRESS == 5.0 < SOON

@@ -1,0 +1,99 @@
+"""Every refusal of ``patches/engine_config.py``: said together, each with its way out."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from afd_patch import boundaries
+from afd_patch.config import AFDConfig
+from afd_patch.errors import UnsupportedError
+from afd_patch.patches.engine_config import ADDITIONAL_CONFIG_KEY, check_supported, prepare
+
+ATTENTION = AFDConfig.build(role="attention", ffn="unix:/a.sock")
+
+
+def vllm_config(**changes: Any) -> SimpleNamespace:
+    """The parts of a ``VllmConfig`` that are looked at; ``changes`` are ``part__field=value``."""
+    config = SimpleNamespace(
+        model_config=SimpleNamespace(
+            hf_config=SimpleNamespace(architectures=["Qwen3MoeForCausalLM"]), model_impl="auto", runner_type="generate"
+        ),
+        parallel_config=SimpleNamespace(
+            tensor_parallel_size=1,
+            pipeline_parallel_size=1,
+            data_parallel_size=1,
+            enable_expert_parallel=False,
+            enable_eplb=False,
+            enable_dbo=False,
+        ),
+        load_config=SimpleNamespace(load_format="auto"),
+        compilation_config=SimpleNamespace(splitting_ops=None),
+        speculative_config=None,
+        lora_config=None,
+        kv_transfer_config=None,
+        additional_config={},
+    )
+    for name, value in changes.items():
+        part, _, field = name.partition("__")
+        if field:
+            setattr(getattr(config, part), field, value)
+        else:
+            setattr(config, part, value)
+    return config
+
+
+def check(config: SimpleNamespace, afd: AFDConfig = ATTENTION) -> None:
+    check_supported(afd, config, boundaries.find("Qwen3MoeForCausalLM"))
+
+
+def test_the_plain_case_is_supported() -> None:
+    check(vllm_config())
+    check(vllm_config(speculative_config=SimpleNamespace(method="ngram")))
+
+
+@pytest.mark.parametrize(
+    ("changes", "expected"),
+    [
+        ({"parallel_config__tensor_parallel_size": 4}, "--tensor-parallel-size 4"),
+        ({"parallel_config__pipeline_parallel_size": 2}, "--pipeline-parallel-size 2"),
+        ({"parallel_config__data_parallel_size": 2}, "--data-parallel-size 2"),
+        ({"parallel_config__enable_expert_parallel": True}, "--enable-expert-parallel"),
+        ({"parallel_config__enable_eplb": True}, "--enable-eplb"),
+        ({"parallel_config__enable_dbo": True}, "--enable-dbo"),
+        ({"load_config__load_format": "tensorizer"}, "--load-format tensorizer"),
+        ({"model_config__model_impl": "transformers"}, "--model-impl transformers"),
+        ({"model_config__runner_type": "pooling"}, "--runner pooling"),
+        ({"lora_config": object()}, "--enable-lora"),
+        ({"speculative_config": SimpleNamespace(method="eagle3")}, "'eagle3'"),
+        ({"kv_transfer_config": object()}, "--kv-transfer-config"),
+    ],
+)
+def test_refused(changes: dict[str, Any], expected: str) -> None:
+    with pytest.raises(UnsupportedError) as caught:
+        check(vllm_config(**changes))
+    message = str(caught.value)
+    assert message.startswith("Qwen3MoeForCausalLM cannot run in the attention role like this: ")
+    assert expected in message
+
+
+def test_all_reasons_are_said_at_once() -> None:
+    with pytest.raises(UnsupportedError, match=r"--tensor-parallel-size 2 .*; .*--enable-lora"):
+        check(vllm_config(parallel_config__tensor_parallel_size=2, lora_config=object()))
+
+
+def test_the_role_is_added_to_what_the_user_configured() -> None:
+    config = vllm_config(additional_config={"theirs": 1})
+    prepare(ATTENTION, config)
+    assert config.additional_config == {"theirs": 1, ADDITIONAL_CONFIG_KEY: ATTENTION.graph_key()}
+
+
+def test_graphs_are_split_at_the_hand_off_where_they_are_split_at_all() -> None:
+    pieces = vllm_config(compilation_config__splitting_ops=["vllm::unified_attention"])
+    prepare(ATTENTION, pieces)
+    assert pieces.compilation_config.splitting_ops == ["vllm::unified_attention", "afd_patch::remote_ffn"]
+    whole = vllm_config(compilation_config__splitting_ops=[])
+    prepare(ATTENTION, whole)
+    assert whole.compilation_config.splitting_ops == []
