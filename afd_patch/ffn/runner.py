@@ -43,6 +43,7 @@ class FFNRunner:
         from afd_patch.patches.model_load import take_loaded
 
         self.vllm_config = vllm_config
+        self._device = torch.device(vllm_config.device_config.device)
         self._executor = UniProcExecutor(vllm_config)
         build = take_loaded(vllm_config)
         self._layers: dict[int, Callable[[torch.Tensor], torch.Tensor]] = dict(build.layers)
@@ -66,7 +67,7 @@ class FFNRunner:
         if module is None:
             raise ConnectorError(f"layer {layer} is not served here (layers: {self.layers})")
         with set_forward_context(None, self.vllm_config, num_tokens=rows.shape[0]):
-            return module(rows)
+            return module(rows.to(self._device))
 
     def _compile(self, modules: dict[int, nn.Module], reply_dtype: torch.dtype) -> None:
         """Compile every layer now: a first call that takes seconds would look like a dead server."""
@@ -77,7 +78,7 @@ class FFNRunner:
                 EXAMPLE_ROWS,
                 model.hf_text_config.hidden_size,
                 dtype=model.dtype,
-                device=self.vllm_config.device_config.device,
+                device=self._device,
             )
             torch._dynamo.mark_dynamic(rows, 0)
             self.compute_ffn_output(layer, rows)
