@@ -24,7 +24,7 @@ from afd_patch.connectors.endpoint import MAX_UNIX_PATH
 from afd_patch.connectors.wire import DType, Header, Kind
 from afd_patch.identity import Identity
 from afd_patch.serve import flags
-from tests.engine import test_exact_compiled, test_exact_eager, test_v2_runner
+from tests.engine import test_exact_compiled, test_exact_eager, test_more_architectures, test_v2_runner
 
 ROOT = Path(__file__).parent.parent
 README = ROOT / "README.md"
@@ -164,7 +164,20 @@ def test_every_option_that_is_refused_is_listed() -> None:
 CHECKPOINTS = {
     "DeepseekForCausalLM": ["deepseek_v1"],
     "DeepseekV2ForCausalLM": ["deepseek_v2", "deepseek_v2_qlora"],
+    "DeepseekV32ForCausalLM": ["deepseek_v32"],
     "DeepseekV3ForCausalLM": ["deepseek_v3", "deepseek_v3_noqlora"],
+    "Ernie4_5_MoeForCausalLM": ["ernie4_5_moe"],
+    "Glm4MoeForCausalLM": ["glm4_moe"],
+    "GlmMoeDsaForCausalLM": ["glm_moe_dsa"],
+    "GptOssForCausalLM": ["gpt_oss"],
+    "Llama4ForCausalLM": ["llama4"],
+    "MiniMaxM2ForCausalLM": ["minimax_m2"],
+    "OlmoeForCausalLM": ["olmoe"],
+    "Qwen2MoeForCausalLM": ["qwen2_moe"],
+    "Qwen3NextForCausalLM": ["qwen3_next"],
+    "Qwen3_5MoeForCausalLM": ["qwen3_5_moe_text"],
+    "Qwen3_5MoeForConditionalGeneration": ["qwen3_5_moe"],
+    "Step3TextForCausalLM": ["step3_text"],
     "LlamaForCausalLM": ["llama"],
     "MixtralForCausalLM": ["mixtral"],
     "Qwen3ForCausalLM": ["qwen3"],
@@ -175,12 +188,13 @@ COLUMNS = ("Architecture", "Models", "Eager, bf16", "Eager, fp16 and fp32", "Com
 
 def parameters_of(function: Any, name: str = "architecture") -> set[str]:
     """The values that ``function`` is run with."""
-    return {
-        value
-        for mark in function.pytestmark
-        if mark.name == "parametrize" and mark.args[0] == name
-        for value in mark.args[1]
-    }
+    values: set[str] = set()
+    for mark in function.pytestmark:
+        names = [mark.args[0]] if isinstance(mark.args[0], str) else list(mark.args[0])
+        if mark.name == "parametrize" and name in names:
+            place = names.index(name)
+            values |= {value if isinstance(value, str) else value[place] for value in mark.args[1]}
+    return values
 
 
 def test_every_architecture_is_in_the_table_of_what_works() -> None:
@@ -189,17 +203,19 @@ def test_every_architecture_is_in_the_table_of_what_works() -> None:
 
 def test_nothing_is_claimed_that_no_test_shows() -> None:
     shown = {
-        "Eager, bf16": parameters_of(test_exact_eager.test_bfloat16),
+        "Eager, bf16": parameters_of(test_exact_eager.test_bfloat16)
+        | parameters_of(test_more_architectures.test_exact_and_without_overlap),
         "Eager, fp16 and fp32": parameters_of(test_exact_eager.test_other_dtypes),
-        "Compiled, bf16": parameters_of(test_exact_compiled.test_exact_and_separate),
+        "Compiled, bf16": parameters_of(test_exact_compiled.test_exact_and_separate)
+        | parameters_of(test_more_architectures.test_exact_compiled),
         "V2 model runner": parameters_of(test_v2_runner.test_exact),
     }
     assert parameters_of(test_exact_eager.test_other_dtypes, "dtype") == {"float16", "float32"}
     for architecture, _, *cells in rows(README, *COLUMNS):
         for column, cell in zip(COLUMNS[2:], cells, strict=True):
-            assert cell in ("exact", "not tested")
+            assert cell in ("exact", "not tested", "refused")
             proven = shown[column] & set(CHECKPOINTS[architecture])
-            assert cell == "not tested" or proven, f"{architecture}: nothing shows {column}"
+            assert cell != "exact" or proven, f"{architecture}: nothing shows {column}"
             assert cell == "exact" or not proven, f"{architecture}: {column} is tested, and the README does not say so"
 
 
@@ -234,7 +250,7 @@ def test_header_fields_are_where_the_table_says() -> None:
         (int(offset), int(size), name) for offset, size, name, _ in rows(WIRE, "Offset", "Bytes", "Field", "Meaning")
     ]
     places = {name: (offset, size) for offset, size, name in table}
-    assert set(places) == {*Header._fields, "magic", "version", "reserved"}
+    assert set(places) == {*Header._fields, "magic", "version", "checksum"}
     end = 0
     for offset, size, _ in table:
         assert offset == end, "without gaps, in order"
@@ -246,7 +262,8 @@ def test_header_fields_are_where_the_table_says() -> None:
         value = {"kind": Kind.ERROR, "dtype": DType.FLOAT32}.get(name, 256**size - 1)
         packed = Header(Kind.HELLO)._replace(**{name: value}).pack()
         changed = [place for place in range(wire.HEADER_SIZE) if packed[place] != zero[place]]
-        assert changed == list(range(offset, offset + size)), name
+        checksum = range(places["checksum"][0], wire.HEADER_SIZE)
+        assert [place for place in changed if place not in checksum] == list(range(offset, offset + size)), name
     assert zero[:4] == wire.MAGIC
     assert struct.unpack_from("<H", zero, places["version"][0]) == (wire.PROTOCOL_VERSION,)
 

@@ -19,7 +19,10 @@ def vllm_config(**changes: Any) -> SimpleNamespace:
     """The parts of a ``VllmConfig`` that are looked at; ``changes`` are ``part__field=value``."""
     config = SimpleNamespace(
         model_config=SimpleNamespace(
-            hf_config=SimpleNamespace(architectures=["Qwen3MoeForCausalLM"]), model_impl="auto", runner_type="generate"
+            hf_config=SimpleNamespace(architectures=["Qwen3MoeForCausalLM"]),
+            model_impl="auto",
+            runner_type="generate",
+            quantization=None,
         ),
         parallel_config=SimpleNamespace(
             tensor_parallel_size=1,
@@ -30,7 +33,7 @@ def vllm_config(**changes: Any) -> SimpleNamespace:
             enable_dbo=False,
         ),
         load_config=SimpleNamespace(load_format="auto"),
-        compilation_config=SimpleNamespace(splitting_ops=None),
+        compilation_config=SimpleNamespace(splitting_ops=None, mode=None),
         speculative_config=None,
         lora_config=None,
         kv_transfer_config=None,

@@ -36,12 +36,26 @@ class RemoteFFN:
         return f"layer={self.afd_layer}"
 
 
+class NothingToAdd:
+    """A stand-in for what the FFN role has already added to the result of the layer's ``RemoteFFN``."""
+
+    afd_layer: int
+
+    def forward(self, hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        """Minus zero, without dimensions: added to anything, it changes no bit, not even the sign of a zero."""
+        return hidden_states.new_full((), -0.0)
+
+    def extra_repr(self) -> str:
+        return f"layer={self.afd_layer}"
+
+
 @cache
-def remote_class(native: type) -> Any:
-    """The stand-in class for the native FFN class ``native``."""
+def stand_in_class(native: type, behaviour: type) -> Any:
+    """The stand-in class for the native FFN class ``native`` with the forward of ``behaviour``."""
     from vllm.model_executor.models.utils import PPMissingLayer
 
-    return type(f"Remote{native.__name__}", (RemoteFFN, native, PPMissingLayer), {"__module__": __name__})
+    prefix = behaviour.__name__.removesuffix("FFN")
+    return type(f"{prefix}{native.__name__}", (behaviour, native, PPMissingLayer), {"__module__": __name__})
 
 
 def make_remote(native: nn.Module, layer: int, reply_dtype: torch.dtype) -> nn.Module:
@@ -49,13 +63,23 @@ def make_remote(native: nn.Module, layer: int, reply_dtype: torch.dtype) -> nn.M
 
     Results arrive as ``reply_dtype``.
     """
-    cls = remote_class(native.__class__)
+    stand_in = _stand_in(native, RemoteFFN, layer)
+    stand_in.afd_reply_dtype = reply_dtype
+    return stand_in
+
+
+def make_nothing(native: nn.Module, layer: int) -> nn.Module:
+    """A stand-in for ``native``, a further part of that FFN, whose share the layer's ``RemoteFFN`` returns."""
+    return _stand_in(native, NothingToAdd, layer)
+
+
+def _stand_in(native: nn.Module, behaviour: type, layer: int) -> Any:
+    cls = stand_in_class(native.__class__, behaviour)
     stand_in = cls.__new__(cls)
     nn.Module.__init__(stand_in)
     for name, value in vars(native).items():
         if not name.startswith("_") and isinstance(value, _PLAIN):
             setattr(stand_in, name, value)
     stand_in.afd_layer = layer
-    stand_in.afd_reply_dtype = reply_dtype
     stand_in.train(native.training)
     return stand_in

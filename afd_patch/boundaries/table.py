@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Any, Literal
 
 from afd_patch.errors import WeightError
 
-#: Who reads a checkpoint tensor. ``none``: belongs to no layer that is built (a next-token-prediction layer).
+#: Who reads a checkpoint tensor. ``none``: belongs to nothing that is built (a next-token-prediction layer).
 OwnedBy = Literal["attention", "ffn", "none"]
+
+#: Compilation modes in which Dynamo traces the stock model in one graph, FFN and all.
+_TRACED_AS_A_WHOLE = ("STOCK_TORCH_COMPILE", "DYNAMO_TRACE_ONCE")
 
 _LAYER = re.compile(r"^(?P<root>(?:[A-Za-z_]\w*\.)*)layers\.(?P<index>\d+)\.(?P<child>[A-Za-z_]\w*)(?:\.|$)")
 
@@ -19,12 +23,15 @@ class WeightRules:
     """Ownership by the module that owns a tensor, decided on checkpoint names.
 
     ``ffn_children`` and ``attention_children`` are the names right under ``layers.N.``; ``attention_modules`` are
-    the modules outside of the layers, right under one of ``roots``. A name that none of them covers is an error.
+    the modules outside of the layers, right under one of ``roots``, and ``unbuilt_modules`` those beside them that
+    the native model does not build either (vision towers, next-token prediction), so nobody reads them. A name that
+    none of them covers is an error.
     """
 
     ffn_children: tuple[str, ...] = ("mlp",)
     attention_children: tuple[str, ...] = ("self_attn", "input_layernorm", "post_attention_layernorm")
     attention_modules: tuple[str, ...] = ("embed_tokens", "norm", "lm_head")
+    unbuilt_modules: tuple[str, ...] = ()
     roots: tuple[str, ...] = ("model.", "")
 
     def owner(self, name: str, num_layers: int) -> OwnedBy:
@@ -49,6 +56,8 @@ class WeightRules:
             module = name.removeprefix(root).partition(".")[0] if name.startswith(root) else ""
             if module in self.attention_modules:
                 return "attention"
+            if module in self.unbuilt_modules:
+                return "none"
         raise WeightError(
             f"checkpoint tensor {name!r}: no rule knows it (outside of the layers: "
             f"{', '.join(self.attention_modules)}); fix the name in the checkpoint, or add it to the model's boundary "
@@ -66,6 +75,16 @@ class Boundary:
     of one hand-off for the reader. ``ends_in_sum``: the FFN's last operation is an addition (of shared and routed
     experts), which a compiler fuses with the residual addition that follows it, without rounding in between; results
     of compiled FFNs of such a family cross as float32, so that the attention side rounds where stock vLLM does.
+
+    ``gate_in_float32``: the router's gate converts the rows to float32 where a compiler sees it, and fuses the
+    conversion with the norm before it, without rounding in between. Rows cross rounded, so a model of such a family
+    that is traced as a whole is refused.
+
+    ``ffn_summands``: attributes of a layer that has its FFN in several modules and adds their results up itself, in
+    this order. Such a layer has these instead of ``ffn_attribute``, and the FFN role adds, so one hand-off is enough.
+    ``language_model_only``: the checkpoint may have other modalities, and their execution is refused.
+    ``refused_quantization``: methods whose native loader asks the FFN modules of a layer for their format, which the
+    attention role does not have.
     """
 
     family: str
@@ -78,8 +97,32 @@ class Boundary:
     crosses: str = "rows [tokens, hidden] in the model's dtype, both ways"
     weights: WeightRules = field(default_factory=WeightRules)
     ends_in_sum: bool = False
+    gate_in_float32: bool = False
+    ffn_summands: tuple[str, ...] = ()
+    language_model_only: bool = False
+    refused_quantization: tuple[str, ...] = ()
 
     @property
     def ffn(self) -> tuple[str, ...]:
         """Every FFN class, dense and mixture of experts."""
         return self.dense + self.moe
+
+    @property
+    def classes(self) -> tuple[str, ...]:
+        """Every class whose construction is intercepted."""
+        return (self.decoder, *self.ffn, *self.attention)
+
+    def refusals(self, vllm_config: Any) -> Iterator[str]:
+        """One sentence for each setting of ``vllm_config`` that this family cannot run with, in either role."""
+        multimodal = getattr(vllm_config.model_config, "multimodal_config", None)
+        if self.language_model_only and multimodal is not None and not multimodal.language_model_only:
+            yield "only the language model can be split, not its other modalities; add --language-model-only"
+        mode = vllm_config.compilation_config.mode
+        if self.gate_in_float32 and getattr(mode, "name", "") in _TRACED_AS_A_WHOLE:
+            yield "compiled, its router reads rows before they are rounded, and rows cross rounded; add --enforce-eager"
+        quantization = vllm_config.model_config.quantization
+        if quantization in self.refused_quantization:
+            yield (
+                f"the native loader of {quantization} weights asks every layer for the format of its experts, which "
+                "only the FFN role has; use another quantization"
+            )

@@ -99,29 +99,39 @@ class Channel:
         count, width = rows.shape
         shared = self._shared
         flags = wire.FLAG_SHARED_MEMORY if shared else 0
+        if shared is not None:
+            shared.requests[:count].copy_(rows)
+            payload = memoryview(b"")
+        else:
+            payload = _bytes_of(rows.contiguous())
         request = Header(
             Kind.CALL, self.session, transaction, call, layer, stage, self._request_dtype, count, width, flags,
-            0 if shared else rows.nbytes,
-        ).pack()  # fmt: skip
+            len(payload), wire.payload_check(payload) if payload else 0,
+        )  # fmt: skip
         expected = Header(
             Kind.REPLY, self.session, transaction, call, layer, stage, self._reply_dtype, count, width, flags,
             0 if shared else out.nbytes,
-        ).pack()  # fmt: skip
-        if shared is not None:
-            shared.requests[:count].copy_(rows)
-            stream.send_exactly(self._socket, deadline, request)
-        else:
-            stream.send_exactly(self._socket, deadline, request, _bytes_of(rows.contiguous()))
+        )  # fmt: skip
+        stream.send_exactly(self._socket, deadline, request.pack(), payload)
         stream.receive_exactly(self._socket, self._header, deadline, spin)
-        if self._header != expected:
-            self._explain(layer, call, deadline)
-        if shared is not None:
+        if shared is None:
+            self._receive_rows(expected, out, deadline)
+        elif self._header == expected.pack():
             out.copy_(shared.replies[:count])
-        elif out.device.type == "cpu" and out.is_contiguous():
-            stream.receive_exactly(self._socket, _bytes_of(out), deadline)
         else:
-            landing = torch.empty(out.shape, dtype=out.dtype)
-            stream.receive_exactly(self._socket, _bytes_of(landing), deadline)
+            self._explain(layer, call, deadline)
+
+    def _receive_rows(self, expected: Header, out: torch.Tensor, deadline: float) -> None:
+        """The rest of a reply whose rows come in the stream."""
+        header = wire.unpack(self._header)
+        if header._replace(check=0) != expected:
+            self._explain(expected.layer, expected.call, deadline)
+        direct = out.device.type == "cpu" and out.is_contiguous()
+        landing = out if direct else torch.empty(out.shape, dtype=out.dtype)
+        payload = _bytes_of(landing)
+        stream.receive_exactly(self._socket, payload, deadline)
+        wire.verify_payload(header, payload)
+        if not direct:
             out.copy_(landing)
 
     def _explain(self, layer: int, call: int, deadline: float) -> None:
@@ -142,7 +152,7 @@ class Channel:
             raise ProtocolError(f"{self.endpoint} announced {header.payload} bytes of text")
         body = memoryview(bytearray(header.payload))
         stream.receive_exactly(self._socket, body, deadline)
-        return wire.parse_text(body)
+        return wire.parse_text(header, body)
 
     def abort(self) -> None:
         """Make a wait in another thread end with an error; ``close`` is still due."""

@@ -16,7 +16,8 @@ class FFNConnector(Protocol):
     def call(self, layer: int, rows: torch.Tensor, out: torch.Tensor, *, stage: int = 0, transaction: int = 0) -> None:
         """Send ``rows`` ``[tokens, hidden]`` to the FFN of ``layer`` and write its result to ``out``.
 
-        ``stage`` and ``transaction`` are those of the forward (see ``AFDForwardContextMetadata``). ``out`` has the shape and dtype of ``rows``, is contiguous, and is never a view of a receive buffer; ``rows``
+        ``stage`` and ``transaction`` are those of the forward (see ``AFDForwardContextMetadata``). ``out`` has the
+        shape of ``rows`` and the ``reply_dtype`` of the identity; it is never a view of a receive buffer, and ``rows``
         is left as it is. Returns when ``out`` is complete, or raises ``ConnectorError`` within the call timeout.
         """
 

@@ -42,7 +42,7 @@ def set_options(sock: socket.socket) -> None:
 
 def send_exactly(sock: socket.socket, deadline: float, *parts: bytes | memoryview) -> None:
     """Send all ``parts`` by ``deadline`` (``time.monotonic`` seconds) or raise ``ConnectorError``."""
-    pending = [memoryview(part) for part in parts]
+    pending = [memoryview(part) for part in parts if len(part)]
     while pending:
         try:
             sent = sock.sendmsg(pending)

@@ -22,6 +22,10 @@ from afd_patch.identity import Identity
 FRAME_TIMEOUT = 10.0
 
 
+class PeerLeft(Exception):
+    """The peer closed its connection between two frames, which is how a connection ends."""
+
+
 class Peer:
     """``welcome`` tells whether the handshake was right; ``requests`` and ``replies`` exist from then on.
 
@@ -34,6 +38,7 @@ class Peer:
         self.welcome = False
         self.shared = False
         self.max_rows = 0
+        self.calls = 0
         self.requests = torch.empty(0)
         self.replies = torch.empty(0)
         self.deadline: float | None = time.monotonic() + FRAME_TIMEOUT
@@ -101,7 +106,7 @@ class Peer:
         except BlockingIOError:
             return None
         if received == 0:
-            raise ConnectionError("closed by the peer")
+            raise PeerLeft() if self.welcome and not self.mid_frame else ConnectionError("closed by the peer")
         return received
 
     def _set_deadline(self) -> None:
@@ -131,7 +136,7 @@ class Peer:
 
     def send(self, *parts: bytes | memoryview) -> None:
         """Send ``parts`` as far as the socket takes them; a copy of the rest waits for ``flush``."""
-        self._outgoing.extend(map(memoryview, parts))
+        self._outgoing.extend(memoryview(part) for part in parts if len(part))
         self.flush()
         if self._outgoing:  # whoever computes next may write to the memory behind ``parts``
             self._outgoing = [memoryview(bytes(part)) for part in self._outgoing]

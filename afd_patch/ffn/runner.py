@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -85,4 +86,8 @@ class FFNRunner:
         logger.info("AFD ffn: compiled %d layers", len(self._layers))
 
     def shutdown(self) -> None:
+        """End the native worker, and remove the file with which its process group found itself."""
+        rendezvous = self._executor.driver_worker.worker.distributed_init_method
         self._executor.shutdown()
+        if rendezvous.startswith("file://"):
+            Path(rendezvous.removeprefix("file://")).unlink(missing_ok=True)

@@ -24,7 +24,7 @@ from afd_patch.connectors.log_limit import LogLimit
 from afd_patch.connectors.wire import FLAG_SHARED_MEMORY, Header, Kind
 from afd_patch.errors import ConnectorError, HandshakeError, ProtocolError
 from afd_patch.ffn.listener import Listener
-from afd_patch.ffn.peer import Peer, error_frame
+from afd_patch.ffn.peer import Peer, PeerLeft, error_frame
 from afd_patch.identity import Identity
 
 logger = logging.getLogger("vllm.afd_patch")
@@ -191,6 +191,9 @@ class FFNServer:
             action(peer)
             if peer.blocked != was_blocked and not peer.closed:
                 self._epoll.modify(peer.socket, select.EPOLLOUT if peer.blocked else select.EPOLLIN)
+        except PeerLeft:
+            logger.info("AFD ffn: peer %d left after %d calls (closed by the peer)", peer.session, peer.calls)
+            self._drop(peer, None)
         except ProtocolError as error:
             self._refuse(peer, error)
         except OSError as error:
@@ -202,7 +205,7 @@ class FFNServer:
     def _refuse(self, peer: Peer, error: ProtocolError) -> None:
         """Drop ``peer``, and tell it why if it may not know yet what it speaks to."""
         reason = str(error)
-        if not peer.welcome:
+        if not peer.welcome and not isinstance(error, wire.DamagedError):
             if peer.first_bytes.startswith(_HTTP_METHODS):
                 reason = "an HTTP client called the data port"
                 peer.send_last(_HTTP_ANSWER)
@@ -236,7 +239,7 @@ class FFNServer:
         body = peer.text_body(header)
         if not peer.read_body(body):
             return
-        content = wire.parse_text(body)
+        content = wire.parse_text(header, body)
         peer.end_frame()
         try:
             theirs = Identity.from_json(content.get("identity"))
@@ -256,10 +259,14 @@ class FFNServer:
     def _on_call(self, peer: Peer, header: Header, compute: Compute) -> None:
         self._check_call(peer, header)
         rows = peer.requests[: header.rows]
-        if not peer.shared and not peer.read_body(_bytes_of(rows)):
-            return
+        if not peer.shared:
+            payload = _bytes_of(rows)
+            if not peer.read_body(payload):
+                return
+            wire.verify_payload(header, payload)
         peer.end_frame()
         self.calls += 1
+        peer.calls += 1
         try:
             result = compute(header.layer, rows)
             if result.shape != rows.shape or result.dtype != self._reply_dtype:
@@ -270,15 +277,16 @@ class FFNServer:
             logger.exception("AFD ffn: layer %d failed on %d rows", header.layer, header.rows)
             peer.send(error_frame(header, f"{type(error).__name__}: {error}"))
             return
-        reply = Header(
-            Kind.REPLY, header.session, header.transaction, header.call, header.layer, header.stage, self._reply_code,
-            header.rows, header.width, header.flags, 0 if peer.shared else result.nbytes,
-        ).pack()  # fmt: skip
         if peer.shared:
             peer.replies[: header.rows].copy_(result)
-            peer.send(reply)
+            payload = memoryview(b"")
         else:
-            peer.send(reply, _bytes_of(result))
+            payload = _bytes_of(result)
+        reply = Header(
+            Kind.REPLY, header.session, header.transaction, header.call, header.layer, header.stage, self._reply_code,
+            header.rows, header.width, header.flags, len(payload), wire.payload_check(payload) if payload else 0,
+        )  # fmt: skip
+        peer.send(reply.pack(), payload)
 
     def _check_call(self, peer: Peer, header: Header) -> None:
         identity = self.identity

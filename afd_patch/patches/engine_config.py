@@ -80,7 +80,7 @@ def prepare(config: AFDConfig, vllm_config: Any) -> None:
 
 def check_supported(config: AFDConfig, vllm_config: Any, boundary: Boundary) -> None:
     """Raise ``UnsupportedError`` with every reason why this role cannot run ``vllm_config``."""
-    reasons = list(_refusals(config, vllm_config))
+    reasons = [*_refusals(config, vllm_config), *boundary.refusals(vllm_config)]
     if reasons:
         raise UnsupportedError(
             f"{vllm_config.model_config.hf_config.architectures[0]} cannot run in the {config.role} role like this: "

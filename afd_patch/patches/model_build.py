@@ -28,6 +28,12 @@ class ModelBuild:
     """The main model of ``role`` under construction; ``layers`` maps layer numbers to FFN (or stand-in) modules."""
 
     def __init__(self, role: str, boundary: Boundary, vllm_config: Any, reply_dtype: torch.dtype) -> None:
+        refusals = list(boundary.refusals(vllm_config))
+        if refusals:
+            raise UnsupportedError(
+                f"{vllm_config.model_config.hf_config.architectures[0]} cannot run in the {role} role like this: "
+                + "; ".join(refusals)
+            )
         self.role = role
         self.boundary = boundary
         self.vllm_config = vllm_config
@@ -99,19 +105,11 @@ class ModelBuild:
         found = {
             id(module): int(match[1]) for name, module in model.named_modules() if (match := _LAYER_NAME.search(name))
         }
-        attribute = self.boundary.ffn_attribute
-        native: dict[int, nn.Module] = {}
-        for layer in self._decoder_layers:
-            if id(layer) not in found:
-                continue
-            ffn = getattr(layer, attribute, None)
-            if not isinstance(ffn, nn.Module) or type(ffn).__name__ not in self._ffn_names:
-                raise UnsupportedError(
-                    f"layer {found[id(layer)]}: {type(layer).__name__}.{attribute} is a {type(ffn).__name__}, and the "
-                    f"boundary table of {self.boundary.family} knows {', '.join(self._ffn_names)}; this vLLM "
-                    "builds the layer differently, so it cannot be split"
-                )
-            native[found[id(layer)]] = ffn
+        native = {
+            found[id(layer)]: self._ffn_of(layer, found[id(layer)])
+            for layer in self._decoder_layers
+            if id(layer) in found
+        }
         missing = sorted(set(range(self.num_layers)) - set(native))
         if missing:
             raise UnsupportedError(
@@ -125,27 +123,45 @@ class ModelBuild:
             self._keep_ffn_only(model, native)
         self._decoder_layers.clear()
 
-    @property
-    def _ffn_names(self) -> list[str]:
-        return [name.partition(":")[2] for name in self.boundary.ffn]
+    def _ffn_of(self, layer: nn.Module, number: int) -> dict[str, nn.Module]:
+        """The FFN of ``layer``, by attribute: one module, or those whose results the layer adds up, in that order."""
+        summands = self.boundary.ffn_summands
+        in_parts = bool(summands) and all(hasattr(layer, attribute) for attribute in summands)
+        known = [name.partition(":")[2] for name in self.boundary.ffn]
+        parts = {}
+        for attribute in summands if in_parts else (self.boundary.ffn_attribute,):
+            module = getattr(layer, attribute, None)
+            if not isinstance(module, nn.Module) or type(module).__name__ not in known:
+                raise UnsupportedError(
+                    f"layer {number}: {type(layer).__name__}.{attribute} is a {type(module).__name__}, and the "
+                    f"boundary table of {self.boundary.family} knows {', '.join(known)}; this vLLM "
+                    "builds the layer differently, so it cannot be split"
+                )
+            parts[attribute] = module
+        return parts
 
-    def _swap_ffn(self, model: nn.Module, native: dict[int, nn.Module]) -> None:
-        from afd_patch.attention.proxy import make_remote
+    def _swap_ffn(self, model: nn.Module, native: dict[int, dict[str, nn.Module]]) -> None:
+        from afd_patch.attention.proxy import make_nothing, make_remote
 
         parents = {id(module): parent for parent in model.modules() for module in parent.children()}
-        removed = {id(part) for ffn in native.values() for part in ffn.modules()}
-        for number, ffn in native.items():
-            self.layers[number] = make_remote(ffn, number, self.reply_dtype)
-            setattr(parents[id(ffn)], self.boundary.ffn_attribute, self.layers[number])
-        stand_ins = {id(ffn): self.layers[number] for number, ffn in native.items()}
+        removed = {id(part) for module in _modules(native) for part in module.modules()}
+        stand_ins: dict[int, nn.Module] = {}
+        for number, parts in native.items():
+            first, *others = parts.values()
+            stand_ins[id(first)] = self.layers[number] = make_remote(first, number, self.reply_dtype)
+            stand_ins.update({id(module): make_nothing(module, number) for module in others})
+            for attribute, module in parts.items():
+                setattr(parents[id(module)], attribute, stand_ins[id(module)])
         _replace_in_lists(model, stand_ins, removed)
         _take_back_registrations(self.vllm_config, removed)
 
-    def _keep_ffn_only(self, model: nn.Module, native: dict[int, nn.Module]) -> None:
+    def _keep_ffn_only(self, model: nn.Module, native: dict[int, dict[str, nn.Module]]) -> None:
         from vllm.model_executor.models.utils import PPMissingLayer
 
-        self.layers.update(native)
-        kept = {id(part) for ffn in native.values() for part in ffn.modules()}
+        for number, parts in native.items():
+            summands = list(parts.values())
+            self.layers[number] = summands[0] if len(summands) == 1 else Sum(summands)
+        kept = {id(part) for module in _modules(native) for part in module.modules()}
         on_path = {id(module) for module in model.modules() if any(id(part) in kept for part in module.modules())}
         removed: set[int] = set()
         for module in list(model.modules()):
@@ -217,6 +233,25 @@ class ModelBuild:
 
         for module in model.modules():
             utils._model_to_pp_missing_layer_names.pop(id(module), None)
+
+
+class Sum(nn.Module):
+    """An FFN in several modules: their results for the same rows, added up in the order that the layer adds them."""
+
+    def __init__(self, summands: list[nn.Module]) -> None:
+        super().__init__()
+        self.summands = nn.ModuleList(summands)
+
+    def forward(self, rows: torch.Tensor) -> torch.Tensor:
+        first, *others = self.summands
+        result: torch.Tensor = first(rows)
+        for module in others:
+            result = result + module(rows)
+        return result
+
+
+def _modules(native: dict[int, dict[str, nn.Module]]) -> list[nn.Module]:
+    return [module for parts in native.values() for module in parts.values()]
 
 
 def _on_meta(parameter: nn.Parameter) -> nn.Parameter:

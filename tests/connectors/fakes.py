@@ -118,7 +118,8 @@ class FakePeer:
     def reply(header: Header, rows: torch.Tensor, /, **changes: object) -> bytes:
         """The right reply to a call, or one with ``changes`` in its header."""
         payload = reference(header.layer, rows).view(torch.uint8).numpy().tobytes()
-        right = header._replace(kind=Kind.REPLY, dtype=DType.BFLOAT16, payload=len(payload))
+        check = wire.payload_check(payload)
+        right = header._replace(kind=Kind.REPLY, dtype=DType.BFLOAT16, payload=len(payload), check=check)
         return right._replace(**changes).pack() + payload  # type: ignore[arg-type]
 
     def serve(self) -> None:

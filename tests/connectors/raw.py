@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import socket
+import zlib
 from typing import Any
 
 from lab import SOON, identity
@@ -12,6 +13,17 @@ from afd_patch.connectors import shared_memory, wire
 from afd_patch.connectors.endpoint import Endpoint
 from afd_patch.connectors.wire import Header, Kind
 from afd_patch.identity import Identity
+
+
+def framed(header: Header, body: bytes) -> bytes:
+    """A frame whose header is right about the length and the check of ``body``."""
+    return header._replace(payload=len(body), check=wire.payload_check(body)).pack() + body
+
+
+def sealed(frame: bytes | bytearray) -> bytes:
+    """``frame`` with a right checksum over whatever its header has become."""
+    fields = bytes(frame[: wire.HEADER_SIZE - 4])
+    return fields + zlib.crc32(fields).to_bytes(4, "little") + bytes(frame[wire.HEADER_SIZE :])
 
 
 class Raw:

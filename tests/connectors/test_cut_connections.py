@@ -126,7 +126,7 @@ def test_a_reply_that_drips_ends_with_the_call_timeout(tcp: Endpoint, way: Endpo
 #: Where every field of a header begins.
 FIELDS = {
     "magic": 0, "version": 4, "kind": 6, "dtype": 7, "flags": 8, "layer": 12, "stage": 14, "session": 16,
-    "transaction": 24, "call": 32, "rows": 40, "width": 44, "reserved": 48, "payload": 56,
+    "transaction": 24, "call": 32, "rows": 40, "width": 44, "payload": 48, "check": 56, "checksum": 60,
 }  # fmt: skip
 
 

@@ -11,7 +11,7 @@ from collections.abc import Callable
 import pytest
 import torch
 from lab import HIDDEN, SOON, WAITS, Server, ask, assert_right, connector, identity, random_rows, reference
-from raw import Raw
+from raw import Raw, framed
 
 from afd_patch.connectors.endpoint import Endpoint
 from afd_patch.connectors.retry import RetryingConnector
@@ -54,8 +54,8 @@ def test_a_call_that_has_begun_to_arrive_is_completed(tcp: Endpoint, start: Star
     peer = Raw(tcp)
     peer.welcome()
     payload = random_rows(4).view(torch.uint8).numpy().tobytes()
-    peer.say(Header(Kind.CALL, peer.session, dtype=DType.BFLOAT16, rows=4, width=HIDDEN, payload=len(payload)).pack())
-    peer.say(payload[:-1])
+    frame = framed(Header(Kind.CALL, peer.session, dtype=DType.BFLOAT16, rows=4, width=HIDDEN), payload)
+    peer.say(frame[:-1])
     assert_right(server.client())  # so the server has seen what came before
     server.signal(signal.SIGTERM)
     time.sleep(0.8)  # longer than an idle server stays

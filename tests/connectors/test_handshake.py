@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from fakes import FakeServer
 from lab import MAX_ROWS, SOON, Server, assert_right, connector, identity
-from raw import Raw
+from raw import Raw, sealed
 
 from afd_patch.connectors import wire
 from afd_patch.connectors.endpoint import Endpoint
@@ -91,7 +91,7 @@ def test_a_field_that_is_missing_or_of_another_type_is_refused(
     peer.say(wire.text_frame(Kind.HELLO, {"identity": content}))
     header, body = peer.frame()
     assert header.kind is Kind.REFUSE
-    assert repr(field) in wire.parse_text(body)["reason"]
+    assert repr(field) in wire.parse_text(header, body)["reason"]
     assert peer.rest() == b""
     assert_right(server.client(), rounds=1)
 
@@ -109,10 +109,10 @@ def test_another_protocol_version_is_refused_at_once_on_both_sides(tcp: Endpoint
     newer = bytearray(wire.text_frame(Kind.HELLO, {"identity": identity().to_json()}))
     newer[4] = 2
     peer = Raw(tcp)
-    peer.say(bytes(newer))
+    peer.say(sealed(newer))
     header, body = peer.frame()
     assert header.kind is Kind.REFUSE
-    assert "AFD protocol 2 from the peer, 1 here" in wire.parse_text(body)["reason"]
+    assert "AFD protocol 2 from the peer, 1 here" in wire.parse_text(header, body)["reason"]
     (line,) = server.wait_for_line("dropped")
     assert "AFD protocol 2 from the peer, 1 here" in line
     server.kill()
@@ -120,7 +120,7 @@ def test_another_protocol_version_is_refused_at_once_on_both_sides(tcp: Endpoint
     refuse = bytearray(wire.text_frame(Kind.REFUSE, {"reason": "?"}))
     refuse[4] = 2
     with (
-        FakeServer(tcp, lambda peer: peer.say(bytes(refuse))),
+        FakeServer(tcp, lambda peer: peer.say(sealed(refuse))),
         pytest.raises(HandshakeError, match="AFD protocol 2 from"),
     ):
         connector(tcp, connect_timeout=60).connect()

@@ -17,7 +17,7 @@ from typing import Any
 
 import pytest
 from lab import HIDDEN, LAYERS, MAX_ROWS, Server, assert_right, eventually, free_endpoint, identity
-from raw import Raw
+from raw import Raw, framed, sealed
 
 from afd_patch.connectors import wire
 from afd_patch.connectors.endpoint import Endpoint
@@ -68,7 +68,7 @@ def reason(server: Server) -> str:
 
 def hello(content: object) -> bytes:
     body = json.dumps(content).encode()
-    return Header(Kind.HELLO, payload=len(body)).pack() + body
+    return framed(Header(Kind.HELLO), body)
 
 
 IDENTITY = identity().to_json()
@@ -87,13 +87,15 @@ FIRST_BYTES: dict[str, bytes] = {
     "CALL first": Header(Kind.CALL, dtype=DType.BFLOAT16, rows=1, width=HIDDEN, payload=2 * HIDDEN).pack(),
     "CALL of 4 GiB first": Header(Kind.CALL, dtype=DType.BFLOAT16, rows=1, width=HIDDEN, payload=4 << 30).pack(),
     "WELCOME first": wire.text_frame(Kind.WELCOME, {"ready": True}),
-    "old version": hello({"identity": IDENTITY}).replace(b"AFD1\x01", b"AFD1\x00", 1),
-    "unknown kind": hello({"identity": IDENTITY}).replace(b"AFD1\x01\x00\x01", b"AFD1\x01\x00\x63", 1),
-    "no JSON": Header(Kind.HELLO, payload=4).pack() + b"\xff\x00{}",
+    "old version": sealed(hello({"identity": IDENTITY}).replace(b"AFD1\x01", b"AFD1\x00", 1)),
+    "unknown kind": sealed(hello({"identity": IDENTITY}).replace(b"AFD1\x01\x00\x01", b"AFD1\x01\x00\x63", 1)),
+    "no JSON": framed(Header(Kind.HELLO), b"\xff\x00{}"),
     "JSON list": hello([IDENTITY]),
-    "JSON nested": Header(Kind.HELLO, payload=len(DEEP)).pack() + DEEP,
-    "JSON brackets": Header(Kind.HELLO, payload=60_000).pack() + b"[" * 60_000,
-    "JSON of a huge number": Header(Kind.HELLO, payload=60_000).pack() + b"9" * 60_000,
+    "JSON nested": framed(Header(Kind.HELLO), DEEP),
+    "JSON brackets": framed(Header(Kind.HELLO), b"[" * 60_000),
+    "JSON of a huge number": framed(Header(Kind.HELLO), b"9" * 60_000),
+    "damaged header": hello({"identity": IDENTITY}).replace(b"AFD1\x01\x00\x01", b"AFD1\x01\x00\x63", 1),
+    "damaged payload": hello({"identity": IDENTITY})[:-9] + b"x" * 9,
     "no identity": hello({}),
     "identity is a list": hello({"identity": [1, 2]}),
     "identity is text": hello({"identity": "x" * 60_000}),
@@ -233,7 +235,7 @@ def test_another_version_after_the_handshake(endpoint: Endpoint, server: Server,
     peer.welcome()
     frame = bytearray(call(peer))
     frame[4:6] = struct.pack("<H", 7)
-    peer.say(bytes(frame))
+    peer.say(sealed(frame))
     assert peer.rest() == b""
     assert "AFD protocol 7" in reason(server)
 

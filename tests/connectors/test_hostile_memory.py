@@ -13,7 +13,7 @@ from contextlib import suppress
 import pytest
 import torch
 from lab import HIDDEN, Server, assert_right, eventually, identity, random_rows, reference
-from raw import Raw
+from raw import Raw, framed
 
 from afd_patch.connectors import shared_memory, wire
 from afd_patch.connectors.endpoint import Endpoint
@@ -132,7 +132,7 @@ def test_files_after_the_handshake_are_not_kept(unix: Endpoint, server: Server, 
     assert server.fds() == before
     os.close(fd)
     peer.close()
-    server.wait_for_line("dropped")
+    server.wait_for_line("left after")
 
 
 def test_rows_over_a_unix_socket_without_shared_memory(unix: Endpoint, start: Start) -> None:
@@ -145,8 +145,7 @@ def test_rows_over_a_unix_socket_without_shared_memory(unix: Endpoint, start: St
         session = peer.frame()[0].session
         rows = random_rows(3)
         payload = rows.view(torch.uint8).numpy().tobytes()
-        call = Header(Kind.CALL, session, dtype=DType.BFLOAT16, rows=3, width=HIDDEN, payload=len(payload))
-        peer.say(call.pack(), payload)
+        peer.say(framed(Header(Kind.CALL, session, dtype=DType.BFLOAT16, rows=3, width=HIDDEN), payload))
         assert peer.frame()[1] == reference(0, rows).view(torch.uint8).numpy().tobytes()
         peer.close()
     os.close(fd)

@@ -91,7 +91,7 @@ def test_good_peers_come_and_go_with_one_line(endpoint: Endpoint, start: Start) 
         client = server.client()
         assert_right(client)
         client.close()
-    assert eventually(lambda: len(server.lines("dropped")) == 3)
+    assert eventually(lambda: len(server.lines("left after")) == 3)
     assert len(server.log()) == 3
     assert all("closed by the peer" in line for line in server.log())
 

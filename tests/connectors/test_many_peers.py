@@ -24,7 +24,7 @@ from lab import (
     random_rows,
     reference,
 )  # fmt: skip
-from raw import Raw
+from raw import Raw, framed
 
 from afd_patch.connectors.endpoint import Endpoint
 from afd_patch.connectors.retry import RetryingConnector
@@ -50,7 +50,7 @@ def test_processes_with_their_own_row_counts(endpoint: Endpoint, start: Start, f
     processes = [Forked(lambda seed=seed: attention(seed), folder / f"attention-{seed}.log") for seed in range(4)]  # type: ignore[misc]
     for process in processes:
         assert process.wait(60) == 0, process.log()
-    assert len(server.wait_for_line("dropped", 4)) == 4  # each of them once, when it went
+    assert len(server.wait_for_line("left after", 4)) == 4  # each of them once, when it went
 
 
 def test_interleaved_calls_of_different_layers(endpoint: Endpoint, start: Start, connect: Connect) -> None:
@@ -65,12 +65,7 @@ def test_interleaved_calls_of_different_layers(endpoint: Endpoint, start: Start,
 def begin_call(peer: Raw, rows: int = 4) -> bytes:
     """The complete frame of a call of layer 0 by ``peer``, with its rows."""
     payload = random_rows(rows).view(torch.uint8).numpy().tobytes()
-    return (
-        Header(
-            Kind.CALL, peer.session, call=1, dtype=DType.BFLOAT16, rows=rows, width=HIDDEN, payload=len(payload)
-        ).pack()
-        + payload
-    )
+    return framed(Header(Kind.CALL, peer.session, call=1, dtype=DType.BFLOAT16, rows=rows, width=HIDDEN), payload)
 
 
 @pytest.mark.parametrize("stops_after", [1, 63, 64, 65, 200])

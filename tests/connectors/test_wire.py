@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import json
+import random
 import struct
+import zlib
 from typing import Any
 
 import pytest
+from raw import framed, sealed
 
 from afd_patch.connectors import wire
 from afd_patch.connectors.wire import DType, Header, Kind
@@ -14,7 +17,7 @@ from afd_patch.errors import ProtocolError
 
 FULL = Header(
     Kind.REPLY, session=2**63 + 1, transaction=2**64 - 1, call=3, layer=60, stage=1, dtype=DType.FLOAT32,
-    rows=2**32 - 1, width=7168, flags=wire.FLAG_SHARED_MEMORY, payload=2**40,
+    rows=2**32 - 1, width=7168, flags=wire.FLAG_SHARED_MEMORY, payload=2**40, check=2**32 - 6,
 )  # fmt: skip
 
 
@@ -46,7 +49,8 @@ def test_little_endian_at_fixed_places() -> None:
     data = FULL.pack()
     assert data[:4] == b"AFD1"
     assert struct.unpack_from("<HBB", data, 4) == (wire.PROTOCOL_VERSION, Kind.REPLY, DType.FLOAT32)
-    assert struct.unpack_from("<Q", data, 56) == (2**40,)
+    assert struct.unpack_from("<QI", data, 48) == (2**40, 2**32 - 6)
+    assert struct.unpack_from("<I", data, 60) == (zlib.crc32(data[:60]),)
 
 
 @pytest.mark.parametrize(
@@ -57,29 +61,47 @@ def test_little_endian_at_fixed_places() -> None:
         (6, b"\x00", "kind 0"),
         (6, b"\xff", "kind 255"),
         (7, b"\x09", "dtype 9"),
-        (48, b"\x01", "reserved"),
-        (55, b"\x80", "reserved"),
     ],
 )
 def test_a_wrong_field_is_refused_with_what_is_wrong(place: int, value: bytes, says: str) -> None:
     data = bytearray(FULL.pack())
     data[place : place + len(value)] = value
     with pytest.raises(ProtocolError, match=says):
+        wire.unpack(sealed(data))
+
+
+@pytest.mark.parametrize("bit", range(32, 512))
+def test_every_flipped_bit_of_a_header_is_noticed(bit: int) -> None:
+    data = bytearray(FULL.pack())
+    data[bit // 8] ^= 1 << bit % 8
+    with pytest.raises(wire.DamagedError):
         wire.unpack(data)
+
+
+@pytest.mark.parametrize("size", [1, 7, 8, 9, 64, 1001])
+def test_every_flipped_bit_of_a_payload_is_noticed(size: int) -> None:
+    payload = bytearray(random.Random(size).randbytes(size))
+    right = wire.payload_check(payload)
+    for bit in range(8 * size):
+        payload[bit // 8] ^= 1 << bit % 8
+        assert wire.payload_check(payload) != right
+        payload[bit // 8] ^= 1 << bit % 8
+    assert wire.payload_check(payload) == right
+    assert wire.payload_check(b"") == 0
 
 
 def test_another_version_is_told_from_nonsense() -> None:
     data = bytearray(FULL.pack())
     data[4] = 2
     with pytest.raises(wire.VersionError):
-        wire.unpack(data)
+        wire.unpack(sealed(data))
 
 
 def test_text_crosses() -> None:
     frame = wire.text_frame(Kind.ERROR, {"reason": "Grüße \ud800"}, session=4, call=5)
     header = wire.unpack(frame[: wire.HEADER_SIZE])
     assert (header.kind, header.session, header.call) == (Kind.ERROR, 4, 5)
-    assert wire.parse_text(frame[wire.HEADER_SIZE :]) == {"reason": "Grüße \ud800"}
+    assert wire.parse_text(header, frame[wire.HEADER_SIZE :]) == {"reason": "Grüße \ud800"}
 
 
 def test_text_over_the_limit_is_not_sent() -> None:
@@ -96,8 +118,9 @@ def test_text_over_the_limit_is_not_sent() -> None:
     ids=lambda body: repr(body[:8]),
 )  # fmt: skip
 def test_what_is_no_json_object_is_refused(body: bytes) -> None:
+    header = wire.unpack(framed(Header(Kind.ERROR), body)[: wire.HEADER_SIZE])
     with pytest.raises(ProtocolError):
-        wire.parse_text(body)
+        wire.parse_text(header, body)
 
 
 def test_the_start_of_a_header_is_told_from_anything_else() -> None:

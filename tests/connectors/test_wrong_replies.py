@@ -11,6 +11,7 @@ import pytest
 import torch
 from fakes import FakePeer, FakeServer
 from lab import HIDDEN, MAX_ROWS, ask, assert_right, connector, random_rows, reference
+from raw import framed
 
 from afd_patch.connectors import wire
 from afd_patch.connectors.endpoint import Endpoint
@@ -157,7 +158,7 @@ def test_an_error_without_a_proper_reason(tcp: Endpoint, body: bytes) -> None:
     def script(peer: FakePeer) -> None:
         peer.welcome()
         header, _ = peer.read_call()
-        peer.say(header._replace(kind=Kind.ERROR, payload=len(body)).pack(), body)
+        peer.say(framed(header._replace(kind=Kind.ERROR), body))
         peer.wait_until_closed()
 
     with FakeServer(tcp, script):

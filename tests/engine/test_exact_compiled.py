@@ -20,9 +20,13 @@ LAYERS = 4
 FORWARDS = 8 + 1
 
 
-@pytest.mark.parametrize("architecture", ["qwen3_moe", "deepseek_v3"])
+@pytest.mark.parametrize(
+    ("architecture", "order"),
+    [("deepseek_v3", ("stock", "split", "stock")), ("qwen3_moe", ("split", "stock", "split"))],
+)
 def test_exact_and_separate(
     architecture: str,
+    order: tuple[str, ...],
     checkpoint: Callable[..., str],
     serving: Callable[..., AbstractContextManager[Child]],
     attention: dict[str, str],
@@ -30,16 +34,14 @@ def test_exact_and_separate(
 ) -> None:
     model = checkpoint(architecture)
     cache = {"VLLM_CACHE_ROOT": str(tmp_path / "cache"), "TORCHINDUCTOR_CACHE_DIR": str(tmp_path / "inductor")}
+    environments = {"stock": cache, "split": {**cache, **attention}}
+    calls = {"stock": 0, "split": LAYERS * FORWARDS}
     with serving(model, env=cache, enforce_eager=False):
-        stock = Child(generate, model, PROMPTS, env=cache, enforce_eager=False).result()
-        split = Child(generate, model, PROMPTS, env={**cache, **attention}, enforce_eager=False).result()
-        stock_again = Child(generate, model, PROMPTS, env=cache, enforce_eager=False).result()
-        split_again = Child(generate, model, PROMPTS, env={**cache, **attention}, enforce_eager=False).result()
-    assert split["outputs"] == stock["outputs"]
-    assert stock_again == stock
-    assert split_again["outputs"] == stock["outputs"]
-    assert stock["calls"] == 0
-    assert split["calls"] == split_again["calls"] == LAYERS * FORWARDS
+        results = [
+            Child(generate, model, PROMPTS, env=environments[side], enforce_eager=False).result() for side in order
+        ]
+    assert [result["calls"] for result in results] == [calls[side] for side in order]
+    assert all(result["outputs"] == results[0]["outputs"] for result in results)
 
 
 def test_mixed_modes_are_refused(

@@ -1,0 +1,18 @@
+"""Qwen2 mixture of experts: dense layers and sparse ones, whose shared expert has a gate of its own; all cross."""
+
+from __future__ import annotations
+
+from afd_patch.boundaries.table import Boundary
+
+_MODULE = "vllm.model_executor.models.qwen2_moe"
+
+QWEN2_MOE = Boundary(
+    family="qwen2_moe",
+    architectures=("Qwen2MoeForCausalLM",),
+    decoder=f"{_MODULE}:Qwen2MoeDecoderLayer",
+    ffn_attribute="mlp",
+    dense=(f"{_MODULE}:Qwen2MoeMLP",),
+    moe=(f"{_MODULE}:Qwen2MoeSparseMoeBlock",),
+    attention=(f"{_MODULE}:Qwen2MoeAttention",),
+    ends_in_sum=True,
+)

@@ -1,0 +1,123 @@
+"""What some architectures lack on stock vLLM 0.32 for CPU, made up for in a test's child. Both sides get the same help.
+
+Nothing of this is part of the product: it only makes stock vLLM run, so that there is something to compare with.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+import types
+from collections.abc import Callable
+from typing import Any
+
+
+def torchvision() -> None:
+    """The Qwen3.5 family imports torchvision for its images; a language-only model never calls it.
+
+    Where it is not installed, empty modules stand in for it, also while vLLM inspects the model class, which it would
+    do in a process without them.
+    """
+    from vllm.model_executor.models import registry
+
+    if importlib.util.find_spec("torchvision") is not None:
+        return
+    for name in ("", ".io", ".transforms", ".transforms.functional", ".transforms.v2", ".transforms.v2.functional"):
+        _empty_module(f"torchvision{name}")
+    registry._run_in_subprocess = lambda inspect: inspect()
+
+
+def _empty_module(name: str) -> None:
+    module = types.ModuleType(name)
+    module.__spec__ = importlib.util.spec_from_loader(name, None)
+    module.__path__ = []
+    module.__getattr__ = _empty_class  # type: ignore[method-assign]
+    sys.modules[name] = module
+    parent, _, child = name.rpartition(".")
+    if parent:
+        setattr(sys.modules[parent], child, module)
+
+
+def _empty_class(name: str) -> type:
+    """Whatever is imported from an empty module."""
+    if name.startswith("__"):
+        raise AttributeError(name)
+    return type(name, (), {})
+
+
+def minimax_m2_router() -> None:
+    """vLLM's CPU router knows sigmoid scores with a correction bias only as grouped top-k: one group is the same."""
+    from vllm.model_executor.layers.fused_moe.router.cpu_router import CPURouter
+
+    native = CPURouter._compute_routing
+
+    def compute_routing(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if self.scoring_func == "sigmoid" and not self.use_grouped_topk and self.custom_routing_function is None:
+            self.use_grouped_topk, self.num_expert_group, self.topk_group = True, 1, 1
+        return native(self, *args, **kwargs)
+
+    CPURouter._compute_routing = compute_routing
+
+
+def dense_mla() -> None:
+    """Sparse attention without its indexer is dense MLA: the same result while the context fits in ``index_topk``."""
+    from vllm.model_executor.models.config import MODELS_CONFIG_MAP
+    from vllm.model_executor.models.deepseek_v2 import DeepseekV2Model
+
+    MODELS_CONFIG_MAP.pop("DeepseekV32ForCausalLM", None)  # it asserts that there is an index_topk
+
+    native = DeepseekV2Model.load_weights
+
+    def load_weights(self: Any, weights: Any) -> Any:
+        return native(self, ((name, tensor) for name, tensor in weights if ".indexer." not in name))
+
+    DeepseekV2Model.load_weights = load_weights
+
+
+def without_index_topk(config: Any) -> Any:
+    """For ``hf_overrides``: vLLM takes a configuration without ``index_topk`` for one with dense attention."""
+
+    class Dense(type(config)):  # type: ignore[misc]
+        @property
+        def index_topk(self) -> int:
+            raise AttributeError("index_topk")
+
+    Dense.__name__ = type(config).__name__
+    config.__dict__.pop("index_topk", None)
+    config.__class__ = Dense
+    return config
+
+
+def buildable_sparse_attention() -> None:
+    """Sparse attention gets the dense kernels, so that a model can be built and loaded; it must not run."""
+    from vllm.platforms.cpu import CpuPlatform
+
+    native = CpuPlatform.get_attn_backend_cls.__func__  # type: ignore[attr-defined]
+
+    def get_attn_backend_cls(cls: Any, *args: Any, attn_selector_config: Any, **kwargs: Any) -> Any:
+        dense = attn_selector_config._replace(use_sparse=False)
+        return native(cls, *args, attn_selector_config=dense, **kwargs)
+
+    CpuPlatform.get_attn_backend_cls = classmethod(get_attn_backend_cls)
+
+
+HELP: dict[str, Callable[[], None]] = {
+    "qwen3_5_moe": torchvision,
+    "qwen3_5_moe_text": torchvision,
+    "minimax_m2": minimax_m2_router,
+    "deepseek_v32": dense_mla,
+    "glm_moe_dsa": dense_mla,
+}
+
+#: Engine arguments without which stock vLLM does not run an architecture.
+ARGUMENTS: dict[str, dict[str, Any]] = {
+    "qwen3_5_moe": {"language_model_only": True},
+    "deepseek_v32": {"hf_overrides": without_index_topk},
+    "glm_moe_dsa": {"hf_overrides": without_index_topk},
+}
+
+
+def helped(architecture: str, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """``function(*args, **kwargs)`` after the help for ``architecture``, with its arguments."""
+    HELP.get(architecture, lambda: None)()
+    return function(*args, **{**ARGUMENTS.get(architecture, {}), **kwargs})
