@@ -47,9 +47,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("arch", metavar="ARCH", nargs="?", help="the architecture; --list shows all")
     parser.add_argument("dir", metavar="DIR", nargs="?", help="the directory to write")
     parser.add_argument("--list", action="store_true", help="show the architectures and exit")
-    parser.add_argument(
-        "--shards", type=int, default=1, metavar="N", help="number of weight files (default: 1)"
-    )
+    parser.add_argument("--shards", type=int, default=1, metavar="N", help="number of weight files (default: 1)")
     parser.add_argument("--seed", type=int, default=0, help="seed of the random weights (default: 0)")
     parser.add_argument("--force", action="store_true", help="replace the checkpoint that DIR already holds")
     parser.add_argument("--gguf", metavar="FILE", help="GGUF file for smollm2 and smollm2-moe")

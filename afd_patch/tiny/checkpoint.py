@@ -36,9 +36,7 @@ def check_target(target: Path, force: bool) -> None:
     if not target.is_dir() or not any(target.iterdir()):
         return
     if not force:
-        raise ConfigError(
-            f"{target} is not empty; name another directory, or pass --force to replace this one."
-        )
+        raise ConfigError(f"{target} is not empty; name another directory, or pass --force to replace this one.")
     if not (target / "config.json").is_file():
         raise ConfigError(
             f"{target} is not empty and holds no config.json, so --force does not replace it; name another directory."
@@ -62,9 +60,7 @@ def write(checkpoint: Checkpoint, target: Path, *, shards: int = 1, force: bool 
             shutil.rmtree(staging, ignore_errors=True)
     except OSError as error:
         reason = error.strerror or error
-        raise ConfigError(
-            f"Could not write {target}: {reason}; name a directory on a writable disk."
-        ) from error
+        raise ConfigError(f"Could not write {target}: {reason}; name a directory on a writable disk.") from error
 
 
 def _swap(new: Path, target: Path, old: Path) -> None:
@@ -116,9 +112,7 @@ def write_tensors(tensors: Mapping[str, torch.Tensor], folder: Path, shards: int
 def split(tensors: Mapping[str, torch.Tensor], shards: int) -> list[list[str]]:
     """Cut the names, in their order, into ``shards`` non-empty runs of about equal bytes."""
     if shards > len(tensors):
-        raise ConfigError(
-            f"--shards is {shards}, but there are only {len(tensors)} tensors; ask for fewer shards."
-        )
+        raise ConfigError(f"--shards is {shards}, but there are only {len(tensors)} tensors; ask for fewer shards.")
     names = list(tensors)
     total = sum(tensor.nbytes for tensor in tensors.values())
     runs: list[list[str]] = [[]]

@@ -74,9 +74,7 @@ def _qwen3_5_moe(seed: int, options: Options) -> Checkpoint:
         "video_token_id": 509,
         "tie_word_embeddings": False,
     }
-    return from_transformers(
-        "Qwen3_5MoeConfig", config, seed=seed, model_class="Qwen3_5MoeForConditionalGeneration"
-    )
+    return from_transformers("Qwen3_5MoeConfig", config, seed=seed, model_class="Qwen3_5MoeForConditionalGeneration")
 
 
 def _step3_text(seed: int, options: Options) -> Checkpoint:
@@ -254,7 +252,5 @@ ARCHITECTURES = (
         moe_layer_end_index=LAYERS - 1,
         moe_layer_interval=1,
     ),
-    Architecture(
-        "step3_text", "Step-3 text: MFA attention, stacked expert tensors; layer 0 is dense", _step3_text
-    ),
+    Architecture("step3_text", "Step-3 text: MFA attention, stacked expert tensors; layer 0 is dense", _step3_text),
 )

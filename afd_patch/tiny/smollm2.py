@@ -36,9 +36,7 @@ def find_gguf(options: Options) -> Path:
     if options.get("gguf") is not None:
         named = Path(options["gguf"])
         if not named.is_file():
-            raise ConfigError(
-                f"There is no file {named}; leave --gguf out to use the one that `{INSTALL}` installs."
-            )
+            raise ConfigError(f"There is no file {named}; leave --gguf out to use the one that `{INSTALL}` installs.")
         return named
     try:
         files = importlib.metadata.distribution(DISTRIBUTION).files or []
@@ -48,9 +46,7 @@ def find_gguf(options: Options) -> Path:
         located = Path(str(file.locate()))
         if located.suffix == ".gguf" and located.is_file():
             return located
-    raise ConfigError(
-        f"The weights of SmolLM2 are not installed; run `{INSTALL}`, or name a file with --gguf."
-    )
+    raise ConfigError(f"The weights of SmolLM2 are not installed; run `{INSTALL}`, or name a file with --gguf.")
 
 
 def check(options: Options) -> None:
@@ -137,9 +133,7 @@ def _load(options: Options) -> tuple[Any, dict[str, torch.Tensor], Any]:
     file = find_gguf(options).resolve()
     source: dict[str, Any] = {"pretrained_model_name_or_path": str(file.parent), "gguf_file": file.name}
     tokenizer: Any = transformers.AutoTokenizer.from_pretrained(**source)
-    if hasattr(
-        transformers, "GgufConfig"
-    ):  # newer transformers would leave the weights packed on some devices
+    if hasattr(transformers, "GgufConfig"):  # newer transformers would leave the weights packed on some devices
         source["quantization_config"] = transformers.GgufConfig(dequantize=True)
     model: Any = transformers.AutoModelForCausalLM.from_pretrained(**source, dtype=torch.bfloat16)
     config = model.config
@@ -156,9 +150,7 @@ def _plain(config: Any) -> dict[str, Any]:
 
 
 ARCHITECTURES = (
-    Architecture(
-        "smollm2", "real: SmolLM2-135M-Instruct, dense Llama (needs its weights)", build_dense, check
-    ),
+    Architecture("smollm2", "real: SmolLM2-135M-Instruct, dense Llama (needs its weights)", build_dense, check),
     Architecture(
         "smollm2-moe",
         "real: SmolLM2-135M-Instruct cut into 4 experts, Mixtral (needs its weights)",
