@@ -92,10 +92,21 @@ def test_a_peer_that_never_stops_ends_with_the_drain_timeout(
 def test_a_draining_server_takes_nobody_new(endpoint: Endpoint, start: Start, connect: Connect) -> None:
     server = start(endpoint)
     client = connect(endpoint)
+    stop = threading.Event()
+
+    def keep_calling() -> None:  # an idle server would end
+        while not stop.is_set():
+            assert_right(client, rounds=1)
+
+    calls = threading.Thread(target=keep_calling)
+    calls.start()
     server.signal(signal.SIGTERM)
     with pytest.raises(ConnectorError):
         connector(endpoint, connect_timeout=0.3).connect()
-    assert_right(client, rounds=1)
+    stop.set()
+    calls.join(SOON)
+    assert client.repeats == 0
+    assert client.calls > 0
 
 
 def test_signals_again_and_after_the_end_do_no_harm(unix: Endpoint) -> None:
