@@ -42,6 +42,11 @@ def current() -> Activation | None:
 def start(config: AFDConfig, *, from_environment: bool) -> Activation:
     """Activate ``config``; the same one again is no change, another one is an error."""
     global _current
+    _check_plugins(os.environ)
+    # The patches need torch, and vLLM prepares the environment before it imports torch. This import may activate the
+    # role that the environment names (see plugin.arm), so it comes before the look at what is active.
+    import vllm  # noqa: F401
+
     if _current is not None:
         if _current.config != config:
             raise ConfigError(
@@ -49,10 +54,6 @@ def start(config: AFDConfig, *, from_environment: bool) -> Activation:
                 "afd_patch.deactivate() first"
             )
         return _current
-    _check_plugins(os.environ)
-    # Only here, and after vLLM: the patches need torch, and vLLM prepares the environment before it imports torch.
-    import vllm  # noqa: F401
-
     from afd_patch.patches import patch_set
 
     manager = PatchManager()

@@ -11,6 +11,7 @@ import os
 import shutil
 import statistics
 import subprocess
+import sys
 import sysconfig
 import time
 import venv
@@ -243,3 +244,15 @@ def test_example_without_the_package_ends_the_process(bare: Interpreter, tmp_pat
     assert sentence.startswith("afd_patch: AFD_ROLE is set, but afd_patch cannot be imported (No module named")
     assert sentence.endswith("or unset AFD_ROLE")
     assert bare.run("pass", PYTHONPATH=path(EXAMPLE, tmp_path)).returncode == 0
+
+
+def test_the_start_up_file_and_a_call_activate_once(tmp_path: Path) -> None:
+    """``register`` imports vLLM, which the armed start-up file notices: there is one manager, and one wrapper."""
+    code = (
+        "from afd_patch import plugin; plugin.arm(); plugin.register()\n"
+        "from vllm.forward_context import create_forward_context as f\n"
+        "assert type(f.__wrapped__).__name__ == 'function', type(f.__wrapped__)\n"
+    )
+    env = {**os.environ, "AFD_ROLE": "attention", "AFD_FFN": f"unix:{tmp_path}/ffn.sock"}
+    done = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
