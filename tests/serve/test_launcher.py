@@ -22,7 +22,7 @@ def watch():
     while True:
         activation = sys.modules.get("afd_patch.activation")
         current = activation.current() if activation else None
-        if current is not None and "vllm.v1.engine" in sys.modules:
+        if current is not None:
             states = {s.name: s.state.name for s in current.manager.status()}
             path = os.path.join(os.environ["WITNESS"], f"{os.getpid()}.json")
             with open(path + ".new", "w") as file:
@@ -78,7 +78,9 @@ def test_serves_and_is_taken_down_with_its_ffn(deploy: Deploy, model: str, tmp_p
     assert chat.usage.completion_tokens > 0
 
     # Front end, engine core, worker and FFN server, each activated once, with every patch that it can need in effect.
+    # The process in which vLLM inspects a model class it has not seen before is short-lived, and may not get that far.
     reports = [json.loads(path.read_text()) for path in witness.glob("*.json")]
+    reports = [report for report in reports if not report["line"][0].endswith("registry.py")]
     assert sorted(report["role"] for report in reports) == ["attention"] * 3 + ["ffn"]
     assert all(state in ("APPLIED", "PENDING") for report in reports for state in report["states"].values())
     assert served.text().count("AFD attention: vLLM") == 1
