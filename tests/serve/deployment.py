@@ -96,7 +96,8 @@ def free_port() -> int:
 
 
 def shared_memory_segments() -> set[str]:
-    return set(os.listdir("/dev/shm"))
+    """Names in use on this host; Python's semaphores are there for an instant, whoever makes them."""
+    return {name for name in os.listdir("/dev/shm") if not name.startswith("sem.")}
 
 
 def run(*command: str, env: dict[str, str] | None = None, timeout: float = 300.0) -> subprocess.CompletedProcess[str]:
