@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import os
+import random
 import socket
 import threading
 from collections.abc import Callable
@@ -13,16 +15,17 @@ from lab import SOON, identity, reference
 
 from afd_patch.connectors import wire
 from afd_patch.connectors.endpoint import Endpoint
+from afd_patch.connectors.stream import set_options
 from afd_patch.connectors.wire import DType, Header, Kind
 from afd_patch.identity import Identity
 
 
 class Accepting:
-    """Listens on a TCP ``endpoint`` while the block lasts; every connection gets a thread that runs ``handle``."""
+    """Listens at ``endpoint`` while the block lasts; every connection gets a thread that runs ``handle``."""
 
     def __init__(self, endpoint: Endpoint) -> None:
         self.accepted = 0
-        self._listener = socket.create_server((endpoint.host, endpoint.port))
+        self._listener = socket.create_server(endpoint.address, family=endpoint.family)  # type: ignore[arg-type]
         self._sockets: list[socket.socket] = []
         self._threads = [threading.Thread(target=self._accept, daemon=True)]
 
@@ -35,7 +38,7 @@ class Accepting:
                 sock, _ = self._listener.accept()
             except OSError:
                 return
-            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            set_options(sock)
             sock.settimeout(SOON)
             self.track(sock)
             self.accepted += 1
@@ -176,8 +179,35 @@ def flip(place: int) -> Filter:
     return filter_
 
 
+class Damage:
+    """A filter that garbles one byte of every ``spread`` or so, the same ones for the same ``seed``.
+
+    From one to all of the byte's bits are turned over. ``hits`` are the places in the stream.
+    """
+
+    def __init__(self, seed: int, spread: int) -> None:
+        self.hits: list[int] = []
+        self._dice = random.Random(seed)
+        self._spread = spread
+        self._next = self._dice.randrange(2 * spread)
+
+    def __call__(self, offset: int, data: bytes) -> bytes:
+        garbled = bytearray(data)
+        while self._next < offset + len(data):
+            garbled[self._next - offset] ^= self._dice.randint(1, 255)
+            self.hits.append(self._next)
+            self._next += 1 + self._dice.randrange(2 * self._spread)
+        return bytes(garbled)
+
+
+def receive_with_files(sock: socket.socket) -> tuple[bytes, list[int]]:
+    if sock.family != socket.AF_UNIX:
+        return sock.recv(1 << 16), []
+    return socket.recv_fds(sock, 1 << 16, 4)[:2]
+
+
 class Proxy(Accepting):
-    """A network between a client and the TCP server at ``target``.
+    """A network between a client and the server at ``target``; files that come along are passed on.
 
     The n-th connection passes what the server sends through the n-th of ``replies``, and what the client sends
     through the n-th of ``requests``; later connections are left alone.
@@ -191,9 +221,11 @@ class Proxy(Accepting):
         self._replies, self._requests = replies, requests
 
     def handle(self, number: int, sock: socket.socket) -> None:
-        server = socket.create_connection(self._target.address, SOON)  # type: ignore[arg-type]
-        server.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        server = socket.socket(self._target.family)
         self.track(server)
+        server.settimeout(SOON)
+        server.connect(self._target.address)
+        set_options(server)
         self.run(self._pump, sock, server, self._requests[number] if number < len(self._requests) else unchanged)
         self._pump(server, sock, self._replies[number] if number < len(self._replies) else unchanged)
 
@@ -201,12 +233,21 @@ class Proxy(Accepting):
     def _pump(source: socket.socket, sink: socket.socket, filter_: Filter) -> None:
         offset = 0
         with contextlib.suppress(OSError):
-            while data := source.recv(1 << 16):
+            while True:
+                data, fds = receive_with_files(source)
                 try:
-                    sink.sendall(filter_(offset, data))
+                    if not data:
+                        break
+                    passed = filter_(offset, data)
+                    if fds:
+                        passed = passed[socket.send_fds(sink, [passed], fds) :]
+                    sink.sendall(passed)
                 except Cut as cut_:
                     sink.sendall(cut_.last)
                     break
+                finally:
+                    for fd in fds:
+                        os.close(fd)
                 offset += len(data)
         for sock in (source, sink):
             with contextlib.suppress(OSError):

@@ -84,8 +84,9 @@ def assert_right(client: RetryingConnector, rounds: int = 3) -> None:
 class Forked:
     """``function`` in a forked child that writes what it logs to a file."""
 
-    def __init__(self, function: Callable[[], None], log: Path) -> None:
+    def __init__(self, function: Callable[[], None], log: Path, level: int = logging.INFO) -> None:
         self.log_file = log
+        self._level = level
         self._old_lines = 0
         self.pid = os.fork()
         if self.pid == 0:
@@ -102,7 +103,8 @@ class Forked:
             root = logging.getLogger()
             root.handlers = [logging.FileHandler(self.log_file)]
             root.handlers[0].setFormatter(logging.Formatter("%(levelname)s %(message)s"))
-            root.setLevel(logging.INFO)
+            for logger in (root, logging.getLogger("vllm.afd_patch")):
+                logger.setLevel(self._level)
             function()
             code = 0
         except BaseException:
@@ -168,7 +170,7 @@ class Server(Forked):
 
     def __init__(
         self, endpoint: Endpoint, folder: Path, who: Identity | None = None, *, loading: bool = False,
-        frame_timeout: float = peer.FRAME_TIMEOUT, spin: float = 0.0, drain: float = SOON,
+        frame_timeout: float = peer.FRAME_TIMEOUT, spin: float = 0.0, drain: float = SOON, level: int = logging.INFO,
     ) -> None:  # fmt: skip
         self.endpoint = endpoint
         self.identity = who or identity()
@@ -204,7 +206,7 @@ class Server(Forked):
             logging.getLogger().info("served %d calls", server.calls)
             server.close()
 
-        super().__init__(run, folder / f"server-{time.monotonic_ns()}.log")
+        super().__init__(run, folder / f"server-{time.monotonic_ns()}.log", level)
         os.close(tell)
         assert os.read(listening, 1), self.log()
         os.close(listening)

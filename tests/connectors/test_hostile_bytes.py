@@ -57,7 +57,7 @@ def bystander(server: Server) -> Iterator[RetryingConnector]:
     assert " dropped: " in line
     assert len(line) < 1000
     client.close()
-    server.wait_for_line("closed by the peer")
+    server.wait_for_line("left after 6 calls")
 
 
 def reason(server: Server) -> str:

@@ -14,6 +14,7 @@ from afd_patch.connectors import retry
 from afd_patch.connectors.endpoint import Endpoint
 from afd_patch.connectors.log_limit import LogLimit
 from afd_patch.connectors.retry import RetryingConnector
+from afd_patch.connectors.wire import Header, Kind
 from afd_patch.errors import ConnectorError
 from afd_patch.ffn.peer import Peer
 
@@ -92,8 +93,40 @@ def test_good_peers_come_and_go_with_one_line(endpoint: Endpoint, start: Start) 
         assert_right(client)
         client.close()
     assert eventually(lambda: len(server.lines("left after")) == 3)
-    assert len(server.log()) == 3
-    assert all("closed by the peer" in line for line in server.log())
+    assert [line.partition("left ")[2] for line in server.log()] == ["after 3 calls"] * 3
+    assert all(line.startswith("INFO AFD ffn: peer ") for line in server.log())
+
+
+@pytest.mark.parametrize("loading", [True, False])
+def test_a_peer_that_only_looked_is_no_line(endpoint: Endpoint, start: Start, loading: bool) -> None:
+    """As the front end of the attention role does, before anything is loaded."""
+    quiet = start(endpoint, loading=loading)
+    quiet.client().close()
+    if loading:
+        quiet.finish_loading()
+    client = quiet.client()
+    assert_right(client, rounds=1)
+    client.close()
+    assert eventually(lambda: quiet.lines("left after 1 calls"))  # the other was gone by then
+    assert len(quiet.log()) == 1
+    quiet.kill()
+    talkative = start(endpoint, loading=loading, level=logging.DEBUG)
+    talkative.client().close()
+    (line,) = talkative.wait_for_line("left after")
+    assert line == "DEBUG AFD ffn: peer 1 left after 0 calls"
+
+
+def test_a_peer_that_goes_in_the_middle_of_something_is_a_line(tcp: Endpoint, start: Start) -> None:
+    server = start(tcp)
+    for number, begun in enumerate([b"A", Header(Kind.CALL).pack()[:63]]):
+        peer = Raw(tcp)
+        peer.welcome()
+        peer.say(begun)
+        peer.close()
+        server.wait_for_line("dropped: connection lost (closed by the peer)", number + 1)
+    Raw(tcp).close()  # before its handshake
+    server.wait_for_line("dropped: connection lost (closed by the peer)", 3)
+    assert not server.lines("left after")
 
 
 def test_a_failing_layer_says_where_it_failed(endpoint: Endpoint, start: Start, connect: Connect) -> None:

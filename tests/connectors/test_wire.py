@@ -6,6 +6,7 @@ import json
 import random
 import struct
 import zlib
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -70,24 +71,78 @@ def test_a_wrong_field_is_refused_with_what_is_wrong(place: int, value: bytes, s
         wire.unpack(sealed(data))
 
 
-@pytest.mark.parametrize("bit", range(32, 512))
-def test_every_flipped_bit_of_a_header_is_noticed(bit: int) -> None:
-    data = bytearray(FULL.pack())
-    data[bit // 8] ^= 1 << bit % 8
-    with pytest.raises(wire.DamagedError):
-        wire.unpack(data)
+@pytest.mark.parametrize("header", [FULL, Header(Kind.HELLO), Header(Kind.CALL, check=1)], ids=["full", "empty", "call"])
+def test_every_flipped_bit_of_a_header_is_noticed(header: Header) -> None:
+    for bit in range(8 * wire.HEADER_SIZE):
+        data = bytearray(header.pack())
+        data[bit // 8] ^= 1 << bit % 8
+        # Without the magic it may be anything, and is not told from what never was a frame.
+        error = wire.DamagedError if bit >= 8 * len(wire.MAGIC) else ProtocolError
+        with pytest.raises(error) as raised:
+            wire.unpack(data)
+        assert type(raised.value) is error
 
 
-@pytest.mark.parametrize("size", [1, 7, 8, 9, 64, 1001])
-def test_every_flipped_bit_of_a_payload_is_noticed(size: int) -> None:
-    payload = bytearray(random.Random(size).randbytes(size))
+def test_two_flipped_bits_of_a_header_are_noticed() -> None:
+    frame, dice = FULL.pack(), random.Random(5)
+    for _ in range(5000):
+        data = bytearray(frame)
+        for bit in dice.sample(range(32, 512), 2):
+            data[bit // 8] ^= 1 << bit % 8
+        with pytest.raises(wire.DamagedError):
+            wire.unpack(data)
+
+
+def by_hand(data: bytes) -> int:
+    """The check as docs/wire-protocol.md has it; the sum wraps at 64 bits before the remainder is taken."""
+    whole = len(data) // 8 * 8
+    words = sum(int.from_bytes(data[at : at + 8], "little") for at in range(0, whole, 8)) % 2**64
+    return (words + int.from_bytes(data[whole:], "little")) % (2**32 - 5)
+
+
+@pytest.mark.parametrize("size", [*range(26), 64, 1001, 1024])
+@pytest.mark.parametrize("what", [bytes, lambda size: b"\xff" * size, random.Random(1).randbytes], ids=["0", "1", "any"])
+def test_the_check_of_a_payload(size: int, what: Callable[[int], bytes]) -> None:
+    payload = what(size)
+    assert wire.payload_check(payload) == by_hand(payload) < 2**32
+    assert wire.payload_check(memoryview(bytearray(b"x" + payload))[1:]) == by_hand(payload)  # at any address
+
+
+@pytest.mark.parametrize("size", [1, 7, 8, 9, 15, 16, 64, 1001])
+@pytest.mark.parametrize("what", [bytes, lambda size: b"\xff" * size, random.Random(1).randbytes], ids=["0", "1", "any"])
+def test_every_flipped_bit_of_a_payload_is_noticed(size: int, what: Callable[[int], bytes]) -> None:
+    payload = bytearray(what(size))
     right = wire.payload_check(payload)
     for bit in range(8 * size):
         payload[bit // 8] ^= 1 << bit % 8
         assert wire.payload_check(payload) != right
         payload[bit // 8] ^= 1 << bit % 8
     assert wire.payload_check(payload) == right
-    assert wire.payload_check(b"") == 0
+
+
+@pytest.mark.parametrize("size", [9, 12, 15, 1001])
+def test_a_tail_that_changed_places_is_noticed(size: int) -> None:
+    payload = random.Random(size).randbytes(size)
+    right, tail = wire.payload_check(payload), size % 8
+    assert wire.payload_check(payload[-tail:] + payload[:-tail]) != right
+    assert wire.payload_check(payload[:-tail] + payload[-tail:][::-1]) != right or tail == 1
+    assert wire.payload_check(payload[:-tail]) != right
+
+
+def test_what_the_check_of_a_payload_does_not_notice() -> None:
+    """As docs/wire-protocol.md says: words that changed places, and changes that cancel each other in the sum."""
+    one, two = b"\x01" + bytes(7), b"\x03" + bytes(7)
+    assert wire.payload_check(one + two) == wire.payload_check(two + one)
+    assert wire.payload_check(one + two) == wire.payload_check(bytes([0]) + bytes(7) + b"\x04" + bytes(7))
+
+
+def test_rows_with_another_check_are_damaged() -> None:
+    rows = random.Random(1).randbytes(4096)
+    header = wire.unpack(framed(Header(Kind.CALL), rows)[: wire.HEADER_SIZE])
+    wire.verify_payload(header, rows)
+    for other in (rows[:-1] + bytes([rows[-1] ^ 128]), b"", rows[:-8], bytes(4096)):
+        with pytest.raises(wire.DamagedError, match="payload was damaged"):
+            wire.verify_payload(header, other)
 
 
 def test_another_version_is_told_from_nonsense() -> None:

@@ -101,7 +101,7 @@ def test_another_model(
         assert "the two roles do not belong together" in message
         fields = expected.partition(":")[0]
         assert f"{fields}: " in message
-        server.wait_for("refused: the two roles do not belong together")
+        server.wait_for("dropped: the two roles do not belong together")
 
 
 def test_same_model_elsewhere_is_the_same_model(

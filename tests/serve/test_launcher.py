@@ -5,8 +5,10 @@ from __future__ import annotations
 import json
 import os
 import signal
+import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import openai
 
@@ -79,8 +81,12 @@ def test_serves_and_is_taken_down_with_its_ffn(deploy: Deploy, model: str, tmp_p
 
     # Front end, engine core, worker and FFN server, each activated once, with every patch that it can need in effect.
     # The process in which vLLM inspects a model class it has not seen before is short-lived, and may not get that far.
-    reports = [json.loads(path.read_text()) for path in witness.glob("*.json")]
-    reports = [report for report in reports if not report["line"][0].endswith("registry.py")]
+    deadline = time.monotonic() + 20
+    reports: list[dict[str, Any]] = []
+    while len(reports) < 4 and time.monotonic() < deadline:
+        time.sleep(0.5)
+        reports = [json.loads(path.read_text()) for path in witness.glob("*.json")]
+        reports = [report for report in reports if not report["line"][0].endswith("registry.py")]
     assert sorted(report["role"] for report in reports) == ["attention"] * 3 + ["ffn"]
     assert all(state in ("APPLIED", "PENDING") for report in reports for state in report["states"].values())
     assert served.text().count("AFD attention: vLLM") == 1

@@ -1,0 +1,239 @@
+"""The doctor on a deployment: environment, model files, and (once) a running vLLM with another plugin."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from afd_patch import tiny
+from afd_patch.doctor import installation, probe
+from afd_patch.doctor.__main__ import main
+from afd_patch.doctor.environment import check_environment
+from afd_patch.doctor.findings import Section
+
+
+def texts(section: Section, level: str) -> list[str]:
+    return [str(f) for f in section.findings if f.level == level]
+
+
+# -- environment -----------------------------------------------------------------------------------------------------
+
+
+def test_variables_of_kubernetes_are_harmless() -> None:
+    injected = {
+        "AFD_FFN_SERVICE_HOST": "10.0.0.7",
+        "AFD_FFN_PORT": "tcp://10.0.0.7:7000",
+        "AFD_FFN_PORT_7000_TCP_ADDR": "10.0.0.7",
+    }
+    section = check_environment({**injected, "AFD_ROLE": "attention", "AFD_FFN": "unix:/x.sock"})
+    assert texts(section, "problem") == []
+    notes = texts(section, "note")
+    assert [note.partition(":")[0] for note in notes] == sorted(injected)
+    assert all("comes from Kubernetes" in note for note in notes)
+
+
+def test_an_unknown_name_gets_the_nearest_right_one() -> None:
+    (sentence,) = texts(check_environment({"AFD_CALL_TIMEOT": "3"}), "problem")
+    assert "AFD_CALL_TIMEOT" in sentence
+    assert "did you mean 'AFD_CALL_TIMEOUT'?" in sentence
+
+
+def test_settings_are_checked_as_a_role_would() -> None:
+    assert "needs to know where the FFN is" in texts(check_environment({"AFD_ROLE": "attention"}), "problem")[0]
+    assert "without AFD_ROLE" in texts(check_environment({"AFD_FFN": "unix:/x"}), "note")[0]
+    assert texts(check_environment({}), "problem") == texts(check_environment({}), "note") == []
+
+
+@pytest.mark.parametrize(
+    ("role", "level"), [({"AFD_ROLE": "attention", "AFD_FFN": "unix:/x"}, "problem"), ({}, "note")]
+)
+def test_a_filter_of_plugins_that_keeps_ours_out(role: dict[str, str], level: str) -> None:
+    (sentence,) = texts(check_environment({**role, "VLLM_PLUGINS": "other"}), level)
+    assert "set VLLM_PLUGINS=other,afd_patch" in sentence
+    assert not texts(check_environment({**role, "VLLM_PLUGINS": "other,afd_patch"}), level)
+
+
+def test_versions_of_the_installation(monkeypatch: pytest.MonkeyPatch) -> None:
+    versions: dict[str, str | None] = {"torch": "2.13.0+cpu", "torchvision": "0.28.0", "wrapt": "1.17.3"}
+    monkeypatch.setattr(installation, "_version", versions.get)
+    sentences = texts(installation.check_installation(None), "problem")
+    assert any("torchvision::nms does not exist" in s and "pip uninstall torchvision" in s for s in sentences)
+    assert any(s.startswith("wrapt: 1.17.3; 2.5 or newer") for s in sentences)
+    assert any(s.startswith("vLLM: not installed") for s in sentences)
+
+
+def test_version_ranges() -> None:
+    assert installation.within("0.32.0", "<0.34,>=0.32")
+    assert installation.within("0.33.0rc1+cpu", ">=0.32,<0.34")
+    assert not installation.within("0.31.2", ">=0.32,<0.33")
+    assert not installation.within("0.34", ">=0.32,<0.34")
+
+
+# -- model files -----------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny.make("qwen3_moe", tmp_path_factory.mktemp("model") / "qwen3_moe", shards=3)
+
+
+@pytest.fixture
+def copy(checkpoint: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(checkpoint, tmp_path / "copy"))
+
+
+def rename_tensor(folder: Path, old: str, new: str) -> None:
+    """In its file's header and in the index; names are of equal length, so the file keeps its layout."""
+    assert len(old) == len(new)
+    index = folder / "model.safetensors.index.json"
+    weight_map = json.loads(index.read_text())["weight_map"]
+    path = folder / weight_map[old]
+    for file in (path, index):
+        content = file.read_bytes()
+        assert content.count(f'"{old}"'.encode()) == 1
+        file.write_bytes(content.replace(f'"{old}"'.encode(), f'"{new}"'.encode()))
+
+
+class Outcome:
+    """What the command prints for a model, without importing vLLM."""
+
+    def __init__(self, capsys: pytest.CaptureFixture[str], *arguments: str) -> None:
+        self.status = main([*arguments, "--json", "--limit", "0"])
+        self.report = json.loads(capsys.readouterr().out)
+
+    def problems(self, section: str = "Model") -> list[str]:
+        return [
+            f"{f['subject']}: {f['text']}; {f['fix']}"
+            for f in self.report["findings"]
+            if f["level"] == "problem" and f["section"] == section
+        ]
+
+
+def test_a_sound_model(checkpoint: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    outcome = Outcome(capsys, str(checkpoint))
+    assert outcome.problems() == []
+    assert any("for attention" in f["text"] and "for FFN" in f["text"] for f in outcome.report["findings"])
+    assert set(outcome.report) == {
+        "version", "sound", "verdict", "vllm", "counts", "findings", "explanation", "seconds",
+    }  # fmt: skip
+    assert all(set(f) == {"section", "level", "subject", "text", "fix"} for f in outcome.report["findings"])
+
+
+def test_a_name_that_no_rule_knows(copy: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    old = "model.layers.0.self_attn.o_proj.weight"
+    rename_tensor(copy, old, old.replace("self_attn", "slef_attn"))
+    outcome = Outcome(capsys, str(copy))
+    assert outcome.status == 1
+    (sentence,) = outcome.problems()
+    assert "'model.layers.0.slef_attn.o_proj.weight'" in sentence
+    assert "no rule says whether 'slef_attn' belongs" in sentence
+
+
+def test_a_missing_expert_tensor(copy: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    old = "model.layers.0.mlp.experts.3.up_proj.weight"
+    rename_tensor(copy, old, old.replace("up_proj", "up_porj"))
+    assert any(f"that others have: {old}" in sentence for sentence in Outcome(capsys, str(copy)).problems())
+
+
+def test_files_that_are_missing_or_cut_off(copy: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    first, second, third = sorted(copy.glob("*.safetensors"))
+    first.unlink()
+    second.write_bytes(second.read_bytes()[:-100])
+    third.write_text("version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 1\n")
+    found = "\n".join(Outcome(capsys, str(copy)).problems())
+    assert f"names {first.name}, which is not there" in found
+    assert f"{second.name}: cut off" in found
+    assert f"{third.name}: no safetensors header" in found
+
+
+def test_fewer_layers_or_experts_than_config_json_says(copy: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = copy / "config.json"
+    config = json.loads(path.read_text())
+    layers, experts = config["num_hidden_layers"], config["num_local_experts"]
+    path.write_text(json.dumps({**config, "num_hidden_layers": layers + 1, "num_local_experts": experts + 1}))
+    found = "\n".join(Outcome(capsys, str(copy)).problems())
+    assert f"no attention tensors for layers {layers} of {layers + 1}" in found
+    assert f"has {experts} experts and config.json says {experts + 1}" in found
+
+
+def test_an_architecture_that_cannot_be_split(copy: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = copy / "config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), "architectures": ["Qwen3MoeForCausalLLM"]}))
+    sentences = Outcome(capsys, str(copy)).problems()
+    assert "the nearest one is Qwen3MoeForCausalLM" in sentences[0]
+    assert "does not know this architecture" in sentences[1]
+
+
+# -- a running vLLM --------------------------------------------------------------------------------------------------
+
+_PLUGIN = """\
+import functools
+import vllm.forward_context as f
+
+def register():
+    native = f.create_forward_context
+
+    @functools.wraps(native)
+    def create(*args, **kwargs):
+        return native(*args, **kwargs)
+
+    f.create_forward_context = create
+"""
+
+
+def test_wrappers_of_another_plugin_are_named(checkpoint: Path, tmp_path: Path) -> None:
+    (tmp_path / "rival.py").write_text(_PLUGIN)
+    info = tmp_path / "rival-1.0.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: rival\nVersion: 1.0\n")
+    (info / "entry_points.txt").write_text("[vllm.general_plugins]\nrival = rival:register\n")
+    env = {**os.environ, "PYTHONPATH": str(tmp_path), "AFD_ROLE": "attention", "AFD_FFN": "unix:/nowhere", "AFD_X": ""}
+    command = [sys.executable, "-m", "afd_patch.doctor", str(checkpoint), "--json", "--limit", "100"]
+    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=150)
+    assert done.returncode == 1, done.stdout + done.stderr
+    report = json.loads(done.stdout)
+    found = {level: [] for level in ("ok", "note", "problem")}  # type: dict[str, list[str]]
+    for item in report["findings"]:
+        found[item["level"]].append(f"{item['section']}: {item['subject']}: {item['text']}")
+    assert [line for line in found["note"] if "rival.register.<locals>.create wraps" in line and "above ours" in line]
+    assert "Installation: other plugins: rival (rival) are loaded into the same processes" in found["note"]
+    assert [line for line in found["ok"] if line.startswith("In a running vLLM: activation: ")]
+    assert [line for line in found["ok"] if line.startswith("Model: configuration: vLLM and both roles accept it")]
+    wrong = {line.partition(": ")[0] for line in found["problem"]}
+    assert wrong == {"Environment", "FFN servers"}, found["problem"]
+
+
+def test_who_is_above_and_who_is_below() -> None:
+    import functools
+    import types
+
+    import wrapt
+
+    def made_in(module: str, inner: Any) -> Any:
+        space: dict[str, Any] = {"__name__": module, "inner": inner, "functools": functools}
+        exec("@functools.wraps(inner)\ndef wrapper(*args, **kwargs):\n    return inner(*args, **kwargs)", space)
+        return space["wrapper"]
+
+    native = types.FunctionType((lambda: None).__code__, {"__name__": "vllm.forward_context"})
+    ours = types.FunctionType((lambda *a: None).__code__, {"__name__": "afd_patch.patches.forward_context"})
+    patched = wrapt.FunctionWrapper(made_in("low.plugin", native), ours)
+    assert list(probe.owners(native)) == []
+    assert list(probe.owners(wrapt.FunctionWrapper(native, ours))) == []
+    assert list(probe.owners(made_in("high.plugin", patched))) == [
+        ("above", "high.plugin.wrapper"),
+        ("below", "low.plugin.wrapper"),
+    ]
+
+
+def test_a_vllm_that_takes_too_long(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.delenv("AFD_ROLE", raising=False)
+    main(["--limit", "0.05", "--json"])
+    report = json.loads(capsys.readouterr().out)
+    assert any("was not imported within 0.05 s" in finding["text"] for finding in report["findings"])
