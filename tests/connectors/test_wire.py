@@ -71,7 +71,9 @@ def test_a_wrong_field_is_refused_with_what_is_wrong(place: int, value: bytes, s
         wire.unpack(sealed(data))
 
 
-@pytest.mark.parametrize("header", [FULL, Header(Kind.HELLO), Header(Kind.CALL, check=1)], ids=["full", "empty", "call"])
+@pytest.mark.parametrize(
+    "header", [FULL, Header(Kind.HELLO), Header(Kind.CALL, check=1)], ids=["full", "empty", "call"]
+)
 def test_every_flipped_bit_of_a_header_is_noticed(header: Header) -> None:
     for bit in range(8 * wire.HEADER_SIZE):
         data = bytearray(header.pack())
@@ -101,7 +103,9 @@ def by_hand(data: bytes) -> int:
 
 
 @pytest.mark.parametrize("size", [*range(26), 64, 1001, 1024])
-@pytest.mark.parametrize("what", [bytes, lambda size: b"\xff" * size, random.Random(1).randbytes], ids=["0", "1", "any"])
+@pytest.mark.parametrize(
+    "what", [bytes, lambda size: b"\xff" * size, random.Random(1).randbytes], ids=["0", "1", "any"]
+)
 def test_the_check_of_a_payload(size: int, what: Callable[[int], bytes]) -> None:
     payload = what(size)
     assert wire.payload_check(payload) == by_hand(payload) < 2**32
@@ -109,7 +113,9 @@ def test_the_check_of_a_payload(size: int, what: Callable[[int], bytes]) -> None
 
 
 @pytest.mark.parametrize("size", [1, 7, 8, 9, 15, 16, 64, 1001])
-@pytest.mark.parametrize("what", [bytes, lambda size: b"\xff" * size, random.Random(1).randbytes], ids=["0", "1", "any"])
+@pytest.mark.parametrize(
+    "what", [bytes, lambda size: b"\xff" * size, random.Random(1).randbytes], ids=["0", "1", "any"]
+)
 def test_every_flipped_bit_of_a_payload_is_noticed(size: int, what: Callable[[int], bytes]) -> None:
     payload = bytearray(what(size))
     right = wire.payload_check(payload)
