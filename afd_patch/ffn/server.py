@@ -192,12 +192,15 @@ class FFNServer:
             if peer.blocked != was_blocked and not peer.closed:
                 self._epoll.modify(peer.socket, select.EPOLLOUT if peer.blocked else select.EPOLLIN)
         except PeerLeft:
-            logger.info("AFD ffn: peer %d left after %d calls (closed by the peer)", peer.session, peer.calls)
-            self._drop(peer, None)
+            self._left(peer)
         except ProtocolError as error:
             self._refuse(peer, error)
         except OSError as error:
-            self._drop(peer, f"connection lost ({error})")
+            # Whoever only wanted to know that we are here does not wait for READY.
+            if peer.welcome and not peer.calls and not peer.mid_frame and isinstance(error, ConnectionError):
+                self._left(peer)
+            else:
+                self._drop(peer, f"connection lost ({error})")
         except Exception as error:  # a defect here must not end the connections of the others
             logger.exception("AFD ffn: a defect of the server in the connection of peer %d", peer.session)
             self._drop(peer, f"{type(error).__name__}, a defect of the server")
@@ -212,6 +215,12 @@ class FFNServer:
             elif peer.first_bytes.startswith(wire.MAGIC):
                 peer.send_last(wire.text_frame(Kind.REFUSE, {"reason": reason}))
         self._drop(peer, reason)
+
+    def _left(self, peer: Peer) -> None:
+        # Every start of an attention role has a connection without a call: its first look at the server.
+        level = logging.INFO if peer.calls else logging.DEBUG
+        logger.log(level, "AFD ffn: peer %d left after %d calls", peer.session, peer.calls)
+        self._drop(peer, None)
 
     def _drop(self, peer: Peer, reason: str | None) -> None:
         del self._peers[peer.socket.fileno()]

@@ -1,12 +1,10 @@
 """A network that turns bits over, in both directions and everywhere: a call is right or repeated, and never refused.
 
-The damage is one byte in so many. A connection ends at the first that is noticed, so a frame hardly ever has two; what
-the check of the rows would not notice (see test_wire.py) takes two that cancel each other.
+No frame has two garbled bytes here: two that cancel each other are what its check does not notice (see test_wire.py).
 """
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable
 from pathlib import Path
 
@@ -16,14 +14,17 @@ from fakes import Damage, FakePeer, FakeServer, Filter, Proxy
 from lab import FAILS, HIDDEN, Server, ask, assert_right, connector, eventually, free_endpoint, random_rows, reference
 from raw import Raw, framed
 
-from afd_patch.connectors import retry, wire
+from afd_patch.connectors import retry
 from afd_patch.connectors.endpoint import Endpoint
 from afd_patch.connectors.wire import HEADER_SIZE, DType, Header, Kind, text_frame
 from afd_patch.errors import RemoteFFNError
 
 Start = Callable[..., Server]
 #: Connections that are garbled; the ones after them are left alone.
-CONNECTIONS = 400
+CONNECTIONS = 1000
+#: The rows of a call in ``test_damage_everywhere``, and the bytes of a frame with so many.
+MOST = 12
+FRAME = HEADER_SIZE + MOST * HIDDEN * 2
 
 
 @pytest.fixture
@@ -37,11 +38,11 @@ def no_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def damage(seed: int, spread: int) -> tuple[Damage, ...]:
-    return tuple(Damage(seed * 100_003 + number, spread) for number in range(CONNECTIONS))
+    return tuple(Damage(seed * 100_003 + number, spread, FRAME) for number in range(CONNECTIONS))
 
 
-# The handshake has some 450 bytes each way, a call of 1 to 40 rows 64 and over TCP up to 5000 more.
-@pytest.mark.parametrize("spread", [400, 3000, 20_000])
+# The handshake has some 450 bytes each way, a call of 1 to 12 rows 64 and over TCP up to 1536 more.
+@pytest.mark.parametrize("spread", [1500, 4000, 15_000])
 @pytest.mark.parametrize("seed", [1, 2, 3])
 def test_damage_everywhere(endpoint: Endpoint, way: Endpoint, start: Start, seed: int, spread: int) -> None:
     server = start(endpoint, frame_timeout=1.0)
@@ -50,15 +51,15 @@ def test_damage_everywhere(endpoint: Endpoint, way: Endpoint, start: Start, seed
     with Proxy(way, endpoint, replies, requests) as proxy:
         client = connector(way, call_timeout=30.0, connect_timeout=30.0)
         client.connect()
-        for call in range(60):
-            layer, rows = call % 6, random_rows(1 + call * 7 % 40, seed=seed * 1000 + call)
+        for call in range(50):
+            layer, rows = call % 6, random_rows(1 + call * 7 % MOST, seed=seed * 1000 + call)
             assert torch.equal(ask(client, layer, rows), reference(layer, rows)), call
         client.close()
         used = proxy.accepted
     assert used < CONNECTIONS, "the last calls had no damage"
     hits = sum(len(filter_.hits) for filter_ in (*requests, *replies))
     assert hits >= used - 1  # no connection ends without
-    assert used > 3 or spread > 3000
+    assert used > 2 or spread > 1500
     assert_right(bystander)
     assert bystander.repeats == 0
     assert not server.lines("Traceback")
@@ -173,5 +174,3 @@ def test_damage_is_logged_once_and_says_what_it_is(tcp: Endpoint, folder: Path, 
     assert [line.partition(" was damaged")[0].rpartition("the ")[2] for line in server.lines("dropped")] == [
         "header", "payload", "header", "payload",
     ]  # fmt: skip
-    assert logging.getLogger().level is not None
-    assert wire.MAGIC not in server.log_file.read_bytes()
