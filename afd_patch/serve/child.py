@@ -8,11 +8,14 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 from collections import deque
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 
 _PR_SET_PDEATHSIG = 1
+#: Seconds that the rest of a process group has to end by itself, once its leader has.
+_GROUP_GRACE = 5.0
 
 
 class ChildProcess:
@@ -68,7 +71,12 @@ class ChildProcess:
             self._process.send_signal(signal.SIGTERM)
             with suppress(subprocess.TimeoutExpired):
                 self._process.wait(timeout)
+        # What it left behind may be at work: Python's resource tracker removes shared memory when all others have ended.
+        deadline = time.monotonic() + _GROUP_GRACE
         with suppress(ProcessLookupError):
+            while time.monotonic() < deadline:
+                os.killpg(self.pid, 0)
+                time.sleep(0.05)
             os.killpg(self.pid, signal.SIGKILL)
         self._process.wait()
         self.join_output()

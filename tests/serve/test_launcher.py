@@ -87,7 +87,8 @@ def test_serves_and_is_taken_down_with_its_ffn(deploy: Deploy, model: str, tmp_p
         time.sleep(0.5)
         reports = [json.loads(path.read_text()) for path in witness.glob("*.json")]
         reports = [report for report in reports if not report["line"][0].endswith("registry.py")]
-    assert sorted(report["role"] for report in reports) == ["attention"] * 3 + ["ffn"]
+    found = sorted(report["role"] for report in reports)
+    assert found == ["attention"] * 3 + ["ffn"], (found, served.alive(), served.text()[-6000:])
     assert all(state in ("APPLIED", "PENDING") for report in reports for state in report["states"].values())
     assert served.text().count("AFD attention: vLLM") == 1
     assert served.text().count("AFD ffn: vLLM") == 1
