@@ -71,7 +71,7 @@ class ChildProcess:
             self._process.send_signal(signal.SIGTERM)
             with suppress(subprocess.TimeoutExpired):
                 self._process.wait(timeout)
-        # What it left behind may be at work: Python's resource tracker removes shared memory when all others have ended.
+        # Python's resource tracker, which is part of the group, removes shared memory when all others have ended.
         deadline = time.monotonic() + _GROUP_GRACE
         with suppress(ProcessLookupError):
             while time.monotonic() < deadline:
