@@ -27,6 +27,8 @@ READY = "AFD ffn: ready:"
 #: What the attention role's worker logs when its model is proven.
 PROVEN = "AFD attention: vLLM"
 _PROGRESS = 10.0
+#: Names of Unix sockets have 107 bytes; vLLM adds 37 to its folder for temporary files, and that has 13 more than ours.
+_LONGEST = 57
 _API_STOP_TIMEOUT = 20.0
 _FFN_STOP_TIMEOUT = 10.0
 
@@ -44,12 +46,20 @@ class Launcher:
         _require_free_port(self._host, self._port)
         self._stop = threading.Event()
         self._children: list[ChildProcess] = []
+        self._temporary: dict[str, str] = {}
 
     def run(self) -> int:
         """Serve until a signal or the end of a child; returns the exit status."""
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
             signal.signal(number, lambda *_: self._stop.set())
-        folder = Path(tempfile.mkdtemp(prefix="afd-"))
+        # The children's folder for temporary files too: vLLM leaves sockets and files of its process groups there.
+        folder = Path(tempfile.mkdtemp(prefix="afd-", dir=None if len(tempfile.gettempdir()) < _LONGEST else "/tmp"))
+        self._temporary = {
+            "TMPDIR": str(folder),
+            # What is compiled stays where torch would put it otherwise, for the next start.
+            "TORCHINDUCTOR_CACHE_DIR": os.environ.get("TORCHINDUCTOR_CACHE_DIR")
+            or f"{tempfile.gettempdir()}/torchinductor_{os.getuid()}",
+        }
         try:
             return self._serve([f"unix:{folder}/ffn-{index}.sock" for index in range(self._flags.ffn_servers)])
         finally:
@@ -64,12 +74,13 @@ class Launcher:
         started = time.monotonic()
         for index, endpoint in enumerate(endpoints):
             config = our.config_for(self._flags, "ffn", listen=endpoint)
-            env = _environment({**config.to_env(), "AFD_ROLE": "", "AFD_LISTEN": ""}, ffn_cores)
+            settings = {**config.to_env(), "AFD_ROLE": "", "AFD_LISTEN": "", **self._temporary}
+            env = _environment(settings, ffn_cores)
             command = [*own, "--listen", endpoint, *self._vllm_flags]
             self._children.append(ChildProcess(f"ffn-{index}", command, env, marker=READY))
             _say(f"starting FFN server {index} at {endpoint}{_on_cores(ffn_cores)}")
         config = our.config_for(self._flags, "attention", ffn=endpoints)
-        env = _environment(config.to_env(), attention_cores)
+        env = _environment({**config.to_env(), **self._temporary}, attention_cores)
         self._children.append(ChildProcess("api", attention_command(self._model, self._vllm_flags), env, marker=PROVEN))
         _say(f"starting the OpenAI server (attention role){_on_cores(attention_cores)}")
         if not self._wait_until_ready(started):

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
+import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import openai
+import pytest
 
 from tests.serve.deployment import ENGINE_FLAGS, Deployment, run, shared_memory_segments
 
@@ -58,12 +61,16 @@ def stock_answers(model: str, tmp_path: Path) -> list[str]:
     return answers
 
 
-def test_serves_and_is_taken_down_with_its_ffn(deploy: Deploy, model: str, tmp_path: Path) -> None:
+def test_serves_and_is_taken_down_with_its_ffn(
+    deploy: Deploy, model: str, tmp_path: Path, request: pytest.FixtureRequest
+) -> None:
     witness = tmp_path / "witness"
     witness.mkdir()
     (tmp_path / "sitecustomize.py").write_text(WITNESS)
     segments = shared_memory_segments()
-    served = deploy(model, env={"WITNESS": str(witness), "PYTHONPATH": str(tmp_path)})
+    temporary = Path(tempfile.mkdtemp(prefix="t-"))  # not in tmp_path: names of sockets must be short
+    request.addfinalizer(lambda: shutil.rmtree(temporary))
+    served = deploy(model, env={"WITNESS": str(witness), "PYTHONPATH": str(tmp_path), "TMPDIR": str(temporary)})
     served.wait_for("ready after")
     assert f"curl {served.url}/v1/completions" in served.text()
 
@@ -100,6 +107,7 @@ def test_serves_and_is_taken_down_with_its_ffn(deploy: Deploy, model: str, tmp_p
     assert "ffn-0 ended with status -9" in served.text()
     assert not any(path.exists() or path.parent.exists() for path in served.sockets())
     assert shared_memory_segments() <= segments
+    assert all(path.name.startswith("torchinductor_") for path in temporary.iterdir()), list(temporary.iterdir())
 
 
 def test_two_side_by_side_and_their_ends(deploy: Deploy, model: str) -> None:
