@@ -115,13 +115,13 @@ class Channel:
         stream.send_exactly(self._socket, deadline, request.pack(), payload)
         stream.receive_exactly(self._socket, self._header, deadline, spin)
         if shared is None:
-            self._receive_rows(expected, out, deadline)
+            self._receive_rows(expected, out, deadline, spin)
         elif self._header == expected.pack():
             out.copy_(shared.replies[:count])
         else:
             self._explain(layer, call, deadline)
 
-    def _receive_rows(self, expected: Header, out: torch.Tensor, deadline: float) -> None:
+    def _receive_rows(self, expected: Header, out: torch.Tensor, deadline: float, spin: float) -> None:
         """The rest of a reply whose rows come in the stream."""
         header = wire.unpack(self._header)
         if header._replace(check=0) != expected:
@@ -129,7 +129,7 @@ class Channel:
         direct = out.device.type == "cpu" and out.is_contiguous()
         landing = out if direct else torch.empty(out.shape, dtype=out.dtype)
         payload = _bytes_of(landing)
-        stream.receive_exactly(self._socket, payload, deadline)
+        stream.receive_exactly(self._socket, payload, deadline, spin)
         wire.verify_payload(header, payload)
         if not direct:
             out.copy_(landing)

@@ -47,7 +47,7 @@ _HTTP_ANSWER = (
 
 
 class FFNServer:
-    """Serves ``identity`` at the endpoint of ``listener``. ``spin`` is seconds of active waiting after a call."""
+    """Serves ``identity`` at the endpoint of ``listener``. ``spin`` is seconds of active waiting after every event."""
 
     def __init__(self, listener: Listener, identity: Identity, spin: float = 0.0) -> None:
         self.identity = identity
@@ -125,7 +125,8 @@ class FFNServer:
             before = self.calls
             tick = _TICK if self._drain_until is None else _DRAIN_TICK
             spinning = spin_until and time.monotonic() < spin_until
-            for fd, event in self._epoll.poll(0 if spinning else tick):
+            events = self._epoll.poll(0 if spinning else tick)
+            for fd, event in events:
                 if (peer := self._peers.get(fd)) is not None:
                     self._on_event(peer, event)
                 elif fd == listening:
@@ -135,7 +136,8 @@ class FFNServer:
             now = time.monotonic()
             if self.calls != before:
                 last_call = now
-                spin_until = now + self._spin if self._spin else 0.0
+            if events and self._spin:  # the rest of a frame, or the next call, is probably on its way
+                spin_until = now + self._spin
             if now >= next_check:
                 next_check = now + tick
                 self._check_clocks(now)
