@@ -27,6 +27,8 @@ FOR_FFN_RUNNER: ContextVar[bool] = ContextVar("afd_patch_for_ffn_runner", defaul
 
 #: Loaders that were tried with both roles.
 LOAD_FORMATS = ("auto", "hf", "safetensors", "dummy")
+#: Strategies of the safetensors loader that read the tensors of the other role too.
+WHOLE_FILES = ("eager", "prefetch")
 
 
 def patches(config: AFDConfig) -> list[Patch]:
@@ -72,6 +74,9 @@ def prepare(config: AFDConfig, vllm_config: Any) -> None:
     if not isinstance(present, dict):
         raise UnsupportedError("additional_config is not a dict, so the role cannot be added to it; pass a JSON object")
     vllm_config.additional_config = {**present, ADDITIONAL_CONFIG_KEY: config.graph_key()}
+    load = vllm_config.load_config
+    if load.safetensors_load_strategy is None:
+        load.safetensors_load_strategy = "lazy"  # on network file systems, the default reads whole files first
     compilation = vllm_config.compilation_config
     if config.role == "attention" and compilation.splitting_ops:
         # Graph pieces end before the hand-off and start after it.
@@ -110,6 +115,14 @@ def _refusals(config: AFDConfig, vllm_config: Any) -> Iterator[str]:
             f"--load-format {vllm_config.load_config.load_format} was not tried with split roles; "
             f"use one of: {', '.join(LOAD_FORMATS)}"
         )
+    if vllm_config.load_config.safetensors_load_strategy in WHOLE_FILES:
+        yield (
+            f"--safetensors-load-strategy {vllm_config.load_config.safetensors_load_strategy} reads whole files, and a "
+            "role reads its own tensors only; leave it out"
+        )
+    extra = vllm_config.load_config.model_loader_extra_config
+    if isinstance(extra, dict) and extra.get("enable_multithread_load"):
+        yield "enable_multithread_load reads whole files, and a role reads its own tensors only; leave it out"
     if model.model_impl not in ("auto", "vllm"):
         yield f"--model-impl {model.model_impl} builds the layers outside of vLLM's own model code; use vllm"
     if vllm_config.lora_config is not None:

@@ -20,12 +20,16 @@ from afd_patch.patches.coverage import WriteCounter, incomplete_parameters, miss
 
 if TYPE_CHECKING:
     from afd_patch.boundaries import Boundary, OwnedBy
+    from afd_patch.patches.readahead import TensorFiles
 
 _LAYER_NAME = re.compile(r"(?:^|\.)layers\.(\d+)$")
 
 
 class ModelBuild:
-    """The main model of ``role`` under construction; ``layers`` maps layer numbers to FFN (or stand-in) modules."""
+    """The main model of ``role`` under construction; ``layers`` maps layer numbers to FFN (or stand-in) modules.
+
+    ``files`` are those that are being read, where the loader says so.
+    """
 
     def __init__(self, role: str, boundary: Boundary, vllm_config: Any, reply_dtype: torch.dtype) -> None:
         refusals = list(boundary.refusals(vllm_config))
@@ -41,6 +45,7 @@ class ModelBuild:
         self.num_layers: int = vllm_config.model_config.hf_text_config.num_hidden_layers
         self.constructing = False
         self.layers: dict[int, nn.Module] = {}
+        self.files: TensorFiles | None = None
         self._owners: dict[str, OwnedBy] = {}
         self._decoder_layers: list[nn.Module] = []
         self._layer_depth = 0

@@ -2,7 +2,8 @@
 
 Ownership is decided on checkpoint names, before any native mapping (stacked, fused, expert, renamed), by the model's
 boundary table. Native loaders ask ``should_skip_weight`` before they read a tensor from a safetensors file, so what a
-role does not own is not read from disk; ``get_all_weights`` covers formats that do not ask.
+role does not own is not read from disk, and ``safetensors_weights_iterator`` keeps the kernel from reading it along;
+``get_all_weights`` covers formats that do not ask.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from afd_patch.patch_manager import Patch, host
 from afd_patch.patches.construction import CURRENT_BUILD
+from afd_patch.patches.readahead import TensorFiles
 
 if TYPE_CHECKING:
     from afd_patch.config import AFDConfig
@@ -28,6 +30,15 @@ def patches(config: AFDConfig) -> list[Patch]:
             why="a tensor of the other role is not read from disk",
             upstream="vllm/model_executor/model_loader/ep_weight_filter.py, asked before each safetensors read",
             removal="a name filter in vLLM's loaders that is not about expert ids only",
+        ),
+        Patch(
+            name="weights.safetensors_weights_iterator",
+            target=f"{_LOADERS}.weight_utils:safetensors_weights_iterator",
+            make=host(_safetensors_weights_iterator),
+            params=("hf_weights_files",),
+            why="the kernel's read-ahead does not fetch tensors of the other role along",
+            upstream="vllm/model_executor/model_loader/weight_utils.py, maps the files and reads through the mapping",
+            removal="vLLM's safetensors loader asks the kernel for the tensors that it reads, and no others",
         ),
         Patch(
             name="weights.get_all_weights",
@@ -58,7 +69,17 @@ def _should_skip_weight(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> 
     name: str = kwargs["weight_name"] if "weight_name" in kwargs else args[0]
     if build is not None and build.skips(name):
         return True
-    return bool(wrapped(*args, **kwargs))
+    skip = bool(wrapped(*args, **kwargs))
+    if build is not None and build.files is not None and not skip:
+        build.files.fetch(name)
+    return skip
+
+
+def _safetensors_weights_iterator(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
+    build = CURRENT_BUILD.get()
+    if build is not None:
+        build.files = TensorFiles(kwargs["hf_weights_files"] if "hf_weights_files" in kwargs else args[0])
+    return wrapped(*args, **kwargs)
 
 
 def _get_all_weights(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
