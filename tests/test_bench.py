@@ -1,0 +1,263 @@
+"""The benchmarks in small: what they count, the files they write, and what they say of wrong flags."""
+
+from __future__ import annotations
+
+import json
+import math
+import random
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from afd_patch.bench import chaos, load, models, pages, plots, report, serve
+from afd_patch.bench.__main__ import main
+from afd_patch.bench.chaos_streams import Record, Stream
+from afd_patch.bench.proxy import Proxy
+from afd_patch.connectors.endpoint import parse_endpoint
+
+PNG = b"\x89PNG\r\n\x1a\n"
+
+
+def bench(folder: Path, *arguments: str) -> dict[str, Any]:
+    """Run the command in a process of its own; its JSON file."""
+    files = ["--json", str(folder / "out.json"), "--plot", str(folder / "plot.png")]
+    command = [sys.executable, "-m", "afd_patch.bench", *arguments, *files]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stdout
+    assert (folder / "plot.png").read_bytes().startswith(PNG)
+    content: dict[str, Any] = json.loads((folder / "out.json").read_text())
+    assert content["benchmark"] == arguments[0]
+    assert content["command"].startswith(f"python -m afd_patch.bench {arguments[0]} ")
+    assert {"date", "cores", "versions"} <= content["environment"].keys()
+    return content
+
+
+# -- flags --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        (["handoff", "--cores", "0,4095"], "--cores '0,4095' names cores that this process may not use: [4095]"),
+        (["handoff", "--cores", "a,b"], "--cores 'a,b' names no cores; write numbers"),
+        (["handoff", "--cores", "0"], "--cores '0' is not A,B"),
+        (["handoff", "--rows", "1,x"], "--rows '1,x' is not a list of positive numbers"),
+        (["handoff", "--transports", "udp"], "--transports 'udp' is not a list of unix and tcp"),
+        (["handoff", "--json", "/nowhere/out.json"], "the folder /nowhere does not exist"),
+        (["handoff", "--plot", "out.svg"], "choose a name that ends in .png"),
+        (["serve", "--only", "nothing"], "no workload has 'nothing' in its name"),
+        (["serve", "/nowhere"], "/nowhere is no model folder"),
+        (["load", "--rounds", "0"], "--rounds must be at least 1"),
+        (["chaos", "--events", "earthquake"], "--events 'earthquake' is none of kill -9, SIGSTOP"),
+        (["chaos", "--seconds", "0"], "must be positive"),
+        (["chaos", "--without-vllm", "--enforce-eager"], "--without-vllm has no use for --enforce-eager"),
+    ],
+)
+def test_wrong_flags_get_one_sentence(
+    arguments: list[str], sentence: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("signal.signal", lambda *_: None)
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: name)
+    assert main(arguments) == 2
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert err.startswith("afd_patch: ")
+    assert err.count("\n") == 1
+    assert sentence in err
+
+
+def test_unknown_flags_are_refused_where_no_vllm_would_take_them(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as error:
+        main(["handoff", "--enforce-eager"])
+    assert error.value.code == 2
+    assert "--enforce-eager" in capsys.readouterr().err
+
+
+def test_a_plot_without_matplotlib_is_refused_before_anything_is_measured(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("signal.signal", lambda *_: None)
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    assert main(["handoff", "--plot", "out.png"]) == 2
+    assert "pip install matplotlib" in capsys.readouterr().err
+
+
+def test_percentiles_and_cores() -> None:
+    assert report.percentile([3.0, 1.0, 2.0], 50) == 2.0
+    assert report.percentile([float(i) for i in range(100)], 99) == 99.0
+    assert report.core_set("0,2-4") == {0, 2, 3, 4}
+    ours, theirs = report.divide(None)
+    assert report.core_set(ours)
+    assert report.core_set(theirs)
+
+
+# -- handoff ------------------------------------------------------------------------------------------------------
+
+
+def test_handoff_without_vllm(tmp_path: Path) -> None:
+    content = bench(tmp_path, "handoff", "--no-op", "--rows", "1,40", "--hidden", "64", "--rounds", "2", "--calls", "5")
+    assert [(entry["transport"], entry["rows"]) for entry in content["results"]] == [
+        ("unix", 1), ("unix", 40), ("tcp", 1), ("tcp", 40),
+    ]  # fmt: skip
+    for entry in content["results"]:
+        assert list(entry["us"]) == ["blocking floor", "active floor", "connector"]
+        assert all(0 < value["p50"] <= value["p99"] and value["calls"] == 10 for value in entry["us"].values())
+        assert ("connector_bar_met" in entry) == (entry["rows"] <= 32)
+
+
+def test_handoff_with_the_op_of_a_real_forward(tmp_path: Path) -> None:
+    content = bench(
+        tmp_path, "handoff", "--rows", "4", "--hidden", "64", "--transports", "unix", "--rounds", "1", "--calls", "5"
+    )
+    (entry,) = content["results"]
+    assert entry["us"]["op"]["p50"] > 0
+    assert {"op", "connector"} <= entry["ratio_to_blocking"].keys()
+    assert "op_bar_met" in entry
+
+
+# -- serve --------------------------------------------------------------------------------------------------------
+
+
+class FakeEngine:
+    def __init__(self, name: str, seconds: float) -> None:
+        self.name = name
+        self.asked: list[dict[str, int]] = []
+        self._seconds = seconds
+
+    def ask(self, **command: int) -> dict[str, Any]:
+        self.asked.append(command)
+        return {"seconds": self._seconds, "generated": command["batch"] * command["new"]}
+
+
+def test_serve_compares_with_the_best_stock_setting(tmp_path: Path) -> None:
+    engines: list[Any] = [FakeEngine("stock, one", 2.0), FakeEngine("stock, two", 1.0), FakeEngine(serve.AFD, 4.0)]
+    rates = serve._take_turns(engines, serve.WORKLOADS, 3)
+    results = [serve._summary(name, rates[name], prompts) for name, _, _, _, prompts in serve.WORKLOADS]
+    by_name = {entry["workload"]: entry for entry in results}
+    assert by_name["decode 8"]["tokens_per_second"] == {"stock, one": 256.0, "stock, two": 512.0, "AFD": 128.0}
+    assert by_name["prefill 32x512"]["tokens_per_second"]["AFD"] == 32 * 512 / 4
+    assert all((entry["best_stock"], entry["afd_to_best_stock"]) == ("stock, two", 0.25) for entry in results)
+    # Everybody generated the same, in the same order.
+    assert engines[0].asked == engines[1].asked == engines[2].asked
+    assert len(engines[0].asked) == 4 * (3 + 1)
+    draw(tmp_path, "serve", results=results, parameters=1e6, engine="processes")
+
+
+# -- load ---------------------------------------------------------------------------------------------------------
+
+
+def test_what_a_role_owns(tmp_path: Path) -> None:
+    model = models.checkpoint(None, tmp_path, "qwen3_moe")
+    owned = load._owned(model)
+    assert owned["attention"] > 0
+    assert owned["ffn"] > owned["attention"]
+    assert owned["attention"] + owned["ffn"] == owned["stock"] == 2 * models.parameters(model)
+
+
+def test_pages_see_what_was_read(tmp_path: Path) -> None:
+    file = tmp_path / "file"
+    file.write_bytes(random.randbytes(1 << 20))
+    assert pages.cached([file]) == 1 << 20
+    pages.evict([file])
+    if pages.cached([file]):
+        pytest.skip("this file system keeps its files in memory")
+    with file.open("rb") as opened:
+        opened.read(4096)
+    assert pages.cached([file]) >= 4096
+    file.read_bytes()
+    assert pages.cached([file]) == 1 << 20
+
+
+def test_load_summary(tmp_path: Path) -> None:
+    def one(growth: int, before: int = 0) -> dict[str, Any]:
+        return {"cached_before": before, "read": 1050, "asked": 1000, "resident_growth": growth, "peak_growth": 2000}
+
+    entry = load._summary("ffn", 1000, [one(1100), one(1151), one(9000)])
+    assert (entry["read_to_owned"], entry["read_bar_met"]) == (1.05, True)
+    assert (entry["resident_to_owned"], entry["resident_bar_met"]) == (1.151, False)
+    assert load._summary("ffn", 1000, [one(1100, before=900)])["read_bar_met"] is None
+    draw(tmp_path, "load", results=[entry], parameters=1e6)
+
+
+# -- chaos --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("transport", ["tcp", "unix"])
+def test_chaos_without_vllm(tmp_path: Path, transport: str) -> None:
+    events = "cut,corrupt,truncate,delay,SIGSTOP" if transport == "tcp" else "kill -9,cut"
+    content = bench(tmp_path, "chaos", "--without-vllm", "--seconds", "5", "--transport", transport, "--events", events)
+    assert (content["failed_requests"], content["changed_tokens"], content["stuck_streams"]) == (0, 0, 0)
+    assert content["passed"] is True
+    assert content["requests"] > 2
+    assert all(event.get("applied", True) for event in content["events"])
+    assert content["longest_stall_s"] > content["undisturbed_gap_s"]["p50"]
+
+
+def stream_of(source: Any) -> Stream:
+    stream = Stream(source, [[1, 2, 3]], 0, time.monotonic())
+    stream.start()
+    deadline = time.monotonic() + 5
+    while stream.record.requests < 2 and time.monotonic() < deadline:
+        time.sleep(0.01)
+    stream.stop()
+    stream.join(5)
+    return stream
+
+
+def summary_of(stream: Stream, outages: list[float]) -> dict[str, Any]:
+    calm = Record(0.0, gaps=[(0.0, 0.001)])
+    happened = [{"kind": chaos.KILL, "at": 0.0, "seconds": seconds} for seconds in outages]
+    proxy: Any = type("NoProxy", (), {"connections": 1})
+    return chaos._summary([stream], calm, happened, proxy, timeout=10.0)
+
+
+def test_a_changed_token_is_seen() -> None:
+    def source(prompt: int) -> Iterator[int]:
+        yield from (1, 7, 3)
+
+    results = summary_of(stream_of(source), [1.0])
+    assert results["changed_tokens"] == results["requests"]
+    assert results["passed"] is False
+
+
+def test_missing_tokens_are_changed_ones() -> None:
+    def source(prompt: int) -> Iterator[int]:
+        yield 1
+
+    results = summary_of(stream_of(source), [])
+    assert results["changed_tokens"] == 2 * results["requests"]
+
+
+def test_a_failed_request_is_forgiven_only_if_the_server_stayed_away() -> None:
+    def source(prompt: int) -> Iterator[int]:
+        yield 1
+        raise ConnectionError("gone")
+
+    stream = stream_of(source)
+    assert summary_of(stream, [1.0])["failed_requests"] == stream.record.requests
+    assert summary_of(stream, [1.0])["passed"] is False
+    assert summary_of(stream, [11.0])["passed"] is True
+    assert "gone" in stream.record.failures[0][1]
+
+
+def test_a_proxy_without_a_server_hangs_up(tmp_path: Path) -> None:
+    front, behind = (parse_endpoint(f"unix:{tmp_path}/{name}") for name in ("front", "behind"))
+    proxy = Proxy(front, behind, random.Random(0))
+    with socket.socket(socket.AF_UNIX) as sock:
+        sock.connect(front.address)
+        sock.settimeout(5)
+        assert sock.recv(1) == b""
+    proxy.close()
+
+
+def draw(folder: Path, benchmark: str, **content: Any) -> None:
+    plots.draw({"benchmark": benchmark, **content}, folder / "plot.png")
+    assert (folder / "plot.png").read_bytes().startswith(PNG)
+    assert not any(isinstance(value, float) and math.isnan(value) for value in content.values())
