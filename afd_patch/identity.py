@@ -38,8 +38,9 @@ class Identity:
     """What one side announces. All fields but ``max_rows`` must be equal on both sides.
 
     ``model`` and ``weights`` are hexadecimal digests; ``hidden_size`` is in elements; ``layers`` is the number of
-    decoder layers; ``dtype`` is that of the rows, ``reply_dtype`` that of the results; ``max_rows`` is the largest
-    number of rows of one call (attention: sends, FFN: accepts).
+    decoder layers; ``dtype`` is that of the rows, ``reply_dtype`` that of the results; ``request_columns`` and
+    ``reply_columns`` are the elements of one row there and back, each of its dtype (see ``connectors/columns.py``);
+    ``max_rows`` is the largest number of rows of one call (attention: sends, FFN: accepts).
     """
 
     vllm: str
@@ -51,6 +52,8 @@ class Identity:
     dtype: str
     reply_dtype: str
     hidden_size: int
+    request_columns: int
+    reply_columns: int
     layers: int
     compiled: bool
     max_rows: int
@@ -101,6 +104,8 @@ def identify(vllm_config: Any, boundary: Boundary, config: AFDConfig) -> Identit
     model_config = vllm_config.model_config
     compiled = vllm_config.compilation_config.mode != CompilationMode.NONE
     dtype = str(model_config.dtype).removeprefix("torch.")
+    traced = traced_as_a_whole(vllm_config)
+    request, reply = boundary.columns(model_config.hf_text_config, config.gate, model_config.dtype.itemsize)
     return Identity(
         vllm=vllm.__version__,
         model=_digest(_config_content(model_config)),
@@ -109,8 +114,10 @@ def identify(vllm_config: Any, boundary: Boundary, config: AFDConfig) -> Identit
         boundary=boundary.family,
         gate=config.gate,
         dtype=dtype,
-        reply_dtype="float32" if traced_as_a_whole(vllm_config) and boundary.ends_in_sum else dtype,
+        reply_dtype="float32" if traced and boundary.reply_is_unrounded(config.gate) else dtype,
         hidden_size=int(model_config.hf_text_config.hidden_size),
+        request_columns=request,
+        reply_columns=reply,
         layers=int(model_config.hf_text_config.num_hidden_layers),
         compiled=compiled,
         max_rows=int(vllm_config.scheduler_config.max_num_batched_tokens),

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 
 from afd_patch import boundaries
@@ -78,6 +80,69 @@ def test_mixtral_has_no_mlp() -> None:
         owner("MixtralForCausalLM", "model.layers.0.mlp.experts.1.w2.weight")
 
 
+MOE = [name for name in boundaries.architectures() if boundaries.find(name).moe]
+
+
+@pytest.mark.parametrize("architecture", MOE)
+def test_what_the_attention_role_has_of_the_ffn_when_it_runs_the_router(architecture: str) -> None:
+    table = boundaries.find(architecture)
+    own = table.own_gate({0})
+    for child in table.weights.ffn_children:
+        for part in ("gate", "experts.0.gate_proj", "shared_expert_gate", "gate_proj", "gate_up_proj"):
+            name = f"model.layers.{{}}.{child}.{part}.weight"
+            assert table.weights.owner(name.format(0), LAYERS, own) == "attention", "layer 0 is dense"
+            expected = "attention" if part in own.names else "ffn"
+            assert table.weights.owner(name.format(1), LAYERS, own) == expected
+            assert table.weights.owner(name.format(1), LAYERS) == "ffn"
+    assert table.weights.owner("model.layers.1.self_attn.q_proj.weight", LAYERS, own) == "attention"
+    assert table.weights.owner(f"model.layers.{LAYERS}.mlp.gate.weight", LAYERS, own) == "none"
+
+
+@pytest.mark.parametrize(
+    ("architecture", "name"),
+    [
+        ("DeepseekV3ForCausalLM", "model.layers.1.mlp.gate.e_score_correction_bias"),
+        ("Ernie4_5_MoeForCausalLM", "model.layers.1.mlp.moe_statics.e_score_correction_bias"),
+        ("GptOssForCausalLM", "model.layers.1.mlp.router.bias"),
+        ("Llama4ForCausalLM", "model.layers.1.feed_forward.router.weight"),
+        ("MiniMaxM2ForCausalLM", "model.layers.1.block_sparse_moe.e_score_correction_bias"),
+        ("Qwen3_5MoeForConditionalGeneration", "model.language_model.layers.1.mlp.gate.weight"),
+        ("Step3TextForCausalLM", "model.layers.1.moe.gate.weight"),
+    ],
+)
+def test_names_of_routers(architecture: str, name: str) -> None:
+    table = boundaries.find(architecture)
+    assert table.weights.owner(name, LAYERS, table.own_gate(())) == "attention"
+    assert table.weights.owner(name.replace("layers.1", "layers.4"), LAYERS, table.own_gate(())) == "none"
+
+
+def test_dense_layers_are_those_without_a_router() -> None:
+    table = boundaries.find("DeepseekV3ForCausalLM")
+    names = [f"model.layers.{n}.mlp.{part}.weight" for n, part in ((0, "gate_proj"), (1, "gate"), (3, "gate"))]
+    names += ["model.layers.2.mlp.experts.0.gate_proj.weight", "model.layers.2.self_attn.gate.weight"]
+    assert table.own_gate_in(names, LAYERS).dense_layers == {0, 2}
+
+
+@pytest.mark.parametrize(
+    ("architecture", "config", "itemsize", "expected"),
+    [
+        ("MixtralForCausalLM", {"num_experts_per_tok": 2}, 2, (64 + 8, 64)),
+        ("MixtralForCausalLM", {"num_experts_per_tok": 2}, 4, (64 + 4, 64)),
+        ("DeepseekV3ForCausalLM", {"num_experts_per_tok": 8, "n_shared_experts": 1}, 2, (64 + 32, 128)),
+        ("DeepseekV3ForCausalLM", {"num_experts_per_tok": 8, "n_shared_experts": None}, 2, (64 + 32, 64)),
+        ("Ernie4_5_MoeForCausalLM", {"moe_k": 6, "moe_num_shared_experts": 2}, 2, (64 + 24, 128)),
+        ("Llama4ForCausalLM", {"num_experts_per_tok": 1}, 2, (64 + 4, 128)),
+        ("Qwen3MoeForCausalLM", {"num_experts_per_tok": 2}, 2, (64 + 8, 64)),
+        ("Step3TextForCausalLM", {"moe_top_k": 3}, 2, (64 + 12, 64)),
+    ],
+)
+def test_columns(architecture: str, config: dict[str, object], itemsize: int, expected: tuple[int, int]) -> None:
+    table = boundaries.find(architecture)
+    given = SimpleNamespace(hidden_size=64, **config)
+    assert table.columns(given, "attention", itemsize) == expected
+    assert table.columns(given, "ffn", itemsize) == (64, 64)
+
+
 def test_an_architecture_without_a_table() -> None:
     with pytest.raises(UnsupportedError, match="nearest one is Qwen3MoeForCausalLM"):
         boundaries.find("Qwen3MoeForCausalLLM")
@@ -90,4 +155,5 @@ def test_tables_do_not_contradict_each_other() -> None:
         assert table.ffn
         assert table.attention
         assert not set(table.ffn) & set(table.attention)
+        assert (table.router is not None) == bool(table.moe)
         assert not set(table.weights.ffn_children) & set(table.weights.attention_children)

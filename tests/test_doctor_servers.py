@@ -38,8 +38,8 @@ def folder() -> Iterator[Path]:
 def who(**changes: Any) -> Identity:
     values: dict[str, Any] = {
         "vllm": "0.32.0", "model": "0123456789abcdef", "weights": "fedcba9876543210", "architecture": "XForCausalLM",
-        "boundary": "x", "gate": "ffn", "dtype": "bfloat16", "reply_dtype": "float32", "hidden_size": 64, "layers": 2,
-        "compiled": True, "max_rows": 16,
+        "boundary": "x", "gate": "ffn", "dtype": "bfloat16", "reply_dtype": "float32", "hidden_size": 64,
+        "request_columns": 64, "reply_columns": 64, "layers": 2, "compiled": True, "max_rows": 16,
     }  # fmt: skip
     return Identity(**{**values, **changes})
 

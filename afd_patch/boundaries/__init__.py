@@ -20,7 +20,7 @@ from afd_patch.boundaries.qwen2_moe import QWEN2_MOE
 from afd_patch.boundaries.qwen3_moe import QWEN3_MOE
 from afd_patch.boundaries.qwen3_next import QWEN3_5, QWEN3_NEXT
 from afd_patch.boundaries.step3 import STEP3_TEXT
-from afd_patch.boundaries.table import Boundary, OwnedBy, WeightRules
+from afd_patch.boundaries.table import Boundary, OwnedBy, OwnGate, Router, WeightRules
 from afd_patch.errors import UnsupportedError
 
 TABLES: tuple[Boundary, ...] = (
@@ -41,7 +41,7 @@ TABLES: tuple[Boundary, ...] = (
     STEP3_TEXT,
 )
 
-__all__ = ["TABLES", "Boundary", "OwnedBy", "WeightRules", "architectures", "find"]
+__all__ = ["TABLES", "Boundary", "OwnGate", "OwnedBy", "Router", "WeightRules", "architectures", "find"]
 
 
 def architectures() -> tuple[str, ...]:

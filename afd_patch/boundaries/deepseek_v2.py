@@ -10,7 +10,7 @@ know, so a model that is built there is refused.
 
 from __future__ import annotations
 
-from afd_patch.boundaries.table import Boundary
+from afd_patch.boundaries.table import Boundary, Router
 
 _MODULE = "vllm.model_executor.models.deepseek_v2"
 
@@ -27,6 +27,7 @@ DEEPSEEK_V2 = Boundary(
     ffn_attribute="mlp",
     dense=(f"{_MODULE}:DeepseekV2MLP",),
     moe=(f"{_MODULE}:DeepseekV2MoE",),
+    router=Router(shared="n_shared_experts"),
     attention=(
         f"{_MODULE}:DeepseekAttention",
         f"{_MODULE}:DeepseekV2Attention",

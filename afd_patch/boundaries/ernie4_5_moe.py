@@ -6,7 +6,7 @@ layers, which the native loader leaves out (names with ``mtp``).
 
 from __future__ import annotations
 
-from afd_patch.boundaries.table import Boundary, WeightRules
+from afd_patch.boundaries.table import Boundary, Router, WeightRules
 
 _MODULE = "vllm.model_executor.models.ernie45_moe"
 
@@ -17,6 +17,7 @@ ERNIE4_5_MOE = Boundary(
     ffn_attribute="mlp",
     dense=(f"{_MODULE}:Ernie4_5_MoeMLP",),
     moe=(f"{_MODULE}:Ernie4_5_MoeMoE",),
+    router=Router(names=("gate", "moe_statics"), top_k="moe_k", shared="moe_num_shared_experts"),
     attention=(f"{_MODULE}:Ernie4_5_MoeAttention",),
     weights=WeightRules(unbuilt_modules=("mtp_block", "mtp_emb_norm", "mtp_hidden_norm", "mtp_linear_proj")),
     ends_in_sum=True,

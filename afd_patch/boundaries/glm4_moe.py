@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from afd_patch.boundaries.table import Boundary
+from afd_patch.boundaries.table import Boundary, Router
 
 _MODULE = "vllm.model_executor.models.glm4_moe"
 
@@ -13,6 +13,7 @@ GLM4_MOE = Boundary(
     ffn_attribute="mlp",
     dense=(f"{_MODULE}:Glm4MoeMLP",),
     moe=(f"{_MODULE}:Glm4MoE",),
+    router=Router(shared="n_shared_experts"),
     attention=(f"{_MODULE}:Glm4MoeAttention",),
     ends_in_sum=True,
     gate_in_float32=True,

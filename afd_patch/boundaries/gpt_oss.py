@@ -5,7 +5,7 @@ The layer calls its attention ``attn``; checkpoints call it ``self_attn``, and o
 
 from __future__ import annotations
 
-from afd_patch.boundaries.table import Boundary
+from afd_patch.boundaries.table import Boundary, Router
 
 _MODULE = "vllm.model_executor.models.gpt_oss"
 
@@ -15,6 +15,7 @@ GPT_OSS = Boundary(
     decoder=f"{_MODULE}:TransformerBlock",
     ffn_attribute="mlp",
     moe=(f"{_MODULE}:MLPBlock",),
+    router=Router(names=("router",)),
     attention=(f"{_MODULE}:OAIAttention",),
     refused_quantization=("quark",),
 )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from afd_patch.boundaries.table import Boundary, WeightRules
+from afd_patch.boundaries.table import Boundary, Router, WeightRules
 
 _MODULE = "vllm.model_executor.models.llama4"
 
@@ -13,6 +13,7 @@ LLAMA4 = Boundary(
     ffn_attribute="feed_forward",
     dense=("vllm.model_executor.models.llama:LlamaMLP",),
     moe=(f"{_MODULE}:Llama4MoE",),
+    router=Router(names=("router",), always_shared=True),
     attention=(f"{_MODULE}:Llama4Attention",),
     weights=WeightRules(ffn_children=("feed_forward",)),
     ends_in_sum=True,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from afd_patch.boundaries.table import Boundary, WeightRules
+from afd_patch.boundaries.table import Boundary, Router, WeightRules
 
 _MODULE = "vllm.model_executor.models.minimax_m2"
 
@@ -12,6 +12,7 @@ MINIMAX_M2 = Boundary(
     decoder=f"{_MODULE}:MiniMaxM2DecoderLayer",
     ffn_attribute="block_sparse_moe",
     moe=(f"{_MODULE}:MiniMaxM2MoE",),
+    router=Router(names=("gate", "e_score_correction_bias")),
     attention=(f"{_MODULE}:MiniMaxM2Attention",),
     weights=WeightRules(ffn_children=("block_sparse_moe",)),
     gate_in_float32=True,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from afd_patch.boundaries.table import Boundary, WeightRules
+from afd_patch.boundaries.table import Boundary, Router, WeightRules
 
 _MODULE = "vllm.model_executor.models.mixtral"
 
@@ -12,6 +12,7 @@ MIXTRAL = Boundary(
     decoder=f"{_MODULE}:MixtralDecoderLayer",
     ffn_attribute="block_sparse_moe",
     moe=(f"{_MODULE}:MixtralMoE",),
+    router=Router(),
     attention=(f"{_MODULE}:MixtralAttention",),
     weights=WeightRules(ffn_children=("block_sparse_moe",)),
 )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from afd_patch.boundaries.table import Boundary
+from afd_patch.boundaries.table import Boundary, Router
 
 _MODULE = "vllm.model_executor.models.olmoe"
 
@@ -12,5 +12,6 @@ OLMOE = Boundary(
     decoder=f"{_MODULE}:OlmoeDecoderLayer",
     ffn_attribute="mlp",
     moe=(f"{_MODULE}:OlmoeMoE",),
+    router=Router(),
     attention=(f"{_MODULE}:OlmoeAttention",),
 )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from afd_patch.boundaries.table import Boundary
+from afd_patch.boundaries.table import Boundary, Router
 
 _MODULE = "vllm.model_executor.models.qwen2_moe"
 
@@ -13,6 +13,7 @@ QWEN2_MOE = Boundary(
     ffn_attribute="mlp",
     dense=(f"{_MODULE}:Qwen2MoeMLP",),
     moe=(f"{_MODULE}:Qwen2MoeSparseMoeBlock",),
+    router=Router(shared="shared_expert_intermediate_size", gated_shared=True),
     attention=(f"{_MODULE}:Qwen2MoeAttention",),
     ends_in_sum=True,
 )

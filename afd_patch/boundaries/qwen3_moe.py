@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from afd_patch.boundaries.table import Boundary
+from afd_patch.boundaries.table import Boundary, Router
 
 _MODULE = "vllm.model_executor.models.qwen3_moe"
 
@@ -13,5 +13,6 @@ QWEN3_MOE = Boundary(
     ffn_attribute="mlp",
     dense=(f"{_MODULE}:Qwen3MoeMLP",),
     moe=(f"{_MODULE}:Qwen3MoeSparseMoeBlock",),
+    router=Router(shared="shared_expert_intermediate_size", gated_shared=True),
     attention=(f"{_MODULE}:Qwen3MoeAttention",),
 )

@@ -7,7 +7,7 @@ parent's, so it has a table of its own. ``visual`` is a tower that the language-
 
 from __future__ import annotations
 
-from afd_patch.boundaries.table import Boundary, WeightRules
+from afd_patch.boundaries.table import Boundary, Router, WeightRules
 
 _NEXT = "vllm.model_executor.models.qwen3_next"
 _3_5 = "vllm.model_executor.models.qwen3_5"
@@ -33,6 +33,7 @@ QWEN3_NEXT = Boundary(
     ffn_attribute="mlp",
     dense=(_MLP,),
     moe=(f"{_NEXT}:Qwen3NextSparseMoeBlock",),
+    router=Router(shared="shared_expert_intermediate_size", gated_shared=True),
     attention=_ATTENTION,
     weights=WeightRules(attention_children=_ATTENTION_CHILDREN, unbuilt_modules=("mtp",)),
     ends_in_sum=True,
@@ -45,6 +46,7 @@ QWEN3_5 = Boundary(
     ffn_attribute="mlp",
     dense=(_MLP,),
     moe=(f"{_NEXT}:Qwen3NextSparseMoeBlock",),
+    router=Router(shared="shared_expert_intermediate_size", gated_shared=True),
     attention=_ATTENTION,
     weights=WeightRules(
         attention_children=_ATTENTION_CHILDREN,

@@ -5,7 +5,7 @@ Both cross in one hand-off: the FFN role adds them, in the layer's order.
 
 from __future__ import annotations
 
-from afd_patch.boundaries.table import Boundary, WeightRules
+from afd_patch.boundaries.table import Boundary, Router, WeightRules
 
 _MODULE = "vllm.model_executor.models.step3_text"
 
@@ -17,6 +17,7 @@ STEP3_TEXT = Boundary(
     ffn_summands=("share_expert", "moe"),
     dense=(f"{_MODULE}:Step3TextMLP",),
     moe=(f"{_MODULE}:FusedMoEBlock",),
+    router=Router(top_k="moe_top_k"),
     attention=(f"{_MODULE}:Step3TextAttention",),
     weights=WeightRules(ffn_children=("mlp", "moe", "share_expert")),
     ends_in_sum=True,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -15,7 +15,9 @@ OwnedBy = Literal["attention", "ffn", "none"]
 #: Compilation modes in which Dynamo traces the stock model in one graph, FFN and all.
 _TRACED_AS_A_WHOLE = ("STOCK_TORCH_COMPILE", "DYNAMO_TRACE_ONCE")
 
-_LAYER = re.compile(r"^(?P<root>(?:[A-Za-z_]\w*\.)*)layers\.(?P<index>\d+)\.(?P<child>[A-Za-z_]\w*)(?:\.|$)")
+_LAYER = re.compile(
+    r"^(?P<root>(?:[A-Za-z_]\w*\.)*)layers\.(?P<index>\d+)\.(?P<child>[A-Za-z_]\w*)(?:\.(?P<part>\w+)|$)"
+)
 
 
 @dataclass(frozen=True)
@@ -34,17 +36,21 @@ class WeightRules:
     unbuilt_modules: tuple[str, ...] = ()
     roots: tuple[str, ...] = ("model.", "")
 
-    def owner(self, name: str, num_layers: int) -> OwnedBy:
+    def owner(self, name: str, num_layers: int, own_gate: OwnGate | None = None) -> OwnedBy:
         """Who owns the checkpoint tensor ``name`` of a model with ``num_layers`` decoder layers.
 
-        Raises ``WeightError``, quoting the name, when no rule covers it.
+        ``own_gate`` is what the attention role has of the FFN when it runs the router. Raises ``WeightError``, quoting
+        the name, when no rule covers it.
         """
         match = _LAYER.match(name)
         if match and match["root"] in self.roots:
             if int(match["index"]) >= num_layers:
                 return "none"  # next-token-prediction layers follow the decoder layers; native loaders skip them
             if match["child"] in self.ffn_children:
-                return "ffn"
+                if own_gate is None:
+                    return "ffn"
+                dense = int(match["index"]) in own_gate.dense_layers
+                return "attention" if dense or match["part"] in own_gate.names else "ffn"
             if match["child"] in self.attention_children:
                 return "attention"
             raise WeightError(
@@ -66,6 +72,38 @@ class WeightRules:
 
 
 @dataclass(frozen=True)
+class OwnGate:
+    """What an attention role that runs the router has of the FFN: its ``names``, and whole ``dense_layers``."""
+
+    names: tuple[str, ...]
+    dense_layers: frozenset[int]
+
+
+@dataclass(frozen=True)
+class Router:
+    """The router of a mixture of experts, for ``AFD_GATE=attention``.
+
+    ``names`` are those right under the MoE module of everything that the router owns, as attributes and in
+    checkpoints. ``top_k`` and ``shared`` are fields of the model's configuration: the experts per row, and what is
+    true where there are shared experts that the native runner adds to the routed ones. ``always_shared``: there are,
+    whatever the configuration says. ``gated_shared``: the shared experts end in a product with a gate of their own,
+    which a compiler fuses with the addition that follows it, without rounding in between.
+    """
+
+    names: tuple[str, ...] = ("gate",)
+    top_k: str = "num_experts_per_tok"
+    shared: str = ""
+    always_shared: bool = False
+    gated_shared: bool = False
+
+    def experts_per_row(self, config: Any) -> int:
+        return int(getattr(config, self.top_k, None) or 0)
+
+    def has_shared(self, config: Any) -> bool:
+        return self.always_shared or bool(self.shared and getattr(config, self.shared, None))
+
+
+@dataclass(frozen=True)
 class Boundary:
     """One model family.
 
@@ -78,7 +116,9 @@ class Boundary:
 
     ``gate_in_float32``: the router's gate converts the rows to float32 where a compiler sees it, and fuses the
     conversion with the norm before it, without rounding in between. Rows cross rounded, so a model of such a family
-    that is traced as a whole is refused.
+    that is traced as a whole is refused, unless its router runs in the attention role.
+
+    ``router``: the router of its mixtures of experts; a family without one is refused with ``AFD_GATE=attention``.
 
     ``ffn_summands``: attributes of a layer that has its FFN in several modules and adds their results up itself, in
     this order. Such a layer has these instead of ``ffn_attribute``, and the FFN role adds, so one hand-off is enough.
@@ -95,6 +135,7 @@ class Boundary:
     dense: tuple[str, ...] = ()
     moe: tuple[str, ...] = ()
     crosses: str = "rows [tokens, hidden] in the model's dtype, both ways"
+    router: Router | None = None
     weights: WeightRules = field(default_factory=WeightRules)
     ends_in_sum: bool = False
     gate_in_float32: bool = False
@@ -112,14 +153,55 @@ class Boundary:
         """Every class whose construction is intercepted."""
         return (self.decoder, *self.ffn, *self.attention)
 
-    def refusals(self, vllm_config: Any) -> Iterator[str]:
-        """One sentence for each setting of ``vllm_config`` that this family cannot run with, in either role."""
+    def columns(self, config: Any, gate: str, itemsize: int) -> tuple[int, int]:
+        """Elements of a row there and back; ``config`` is the model's, ``itemsize`` is of an element of the rows.
+
+        With the router in the attention role, the weight (float32) and number (int32) of each chosen expert cross
+        beside a row, and routed and shared results come back side by side, because the attention role adds them.
+        """
+        hidden = int(config.hidden_size)
+        if gate == "ffn" or self.router is None:
+            return hidden, hidden
+        routing = 2 * self.router.experts_per_row(config) * 4 // itemsize
+        return hidden + routing, hidden * (2 if self.router.has_shared(config) else 1)
+
+    def reply_is_unrounded(self, gate: str) -> bool:
+        """Whether what a compiled FFN ends in is fused with what follows it, so that results cross as float32."""
+        if gate == "ffn" or self.router is None:
+            return self.ends_in_sum
+        return self.router.gated_shared or bool(self.ffn_summands)
+
+    def own_gate(self, dense_layers: Iterable[int]) -> OwnGate:
+        """What the attention role has of the FFN with ``AFD_GATE=attention``, when ``dense_layers`` are no MoE."""
+        return OwnGate(self.router.names if self.router else (), frozenset(dense_layers))
+
+    def own_gate_in(self, names: Iterable[str], num_layers: int) -> OwnGate:
+        """The same for a checkpoint with the tensors ``names``: a layer without a tensor of a router is dense."""
+        rules, routers = self.weights, self.own_gate(()).names
+        sparse = {
+            int(match["index"])
+            for match in map(_LAYER.match, names)
+            if match and match["root"] in rules.roots
+            if match["child"] in rules.ffn_children and match["part"] in routers
+        }
+        return self.own_gate(set(range(num_layers)) - sparse)
+
+    def refusals(self, vllm_config: Any, gate: str = "ffn") -> Iterator[str]:
+        """One sentence for each setting that this family cannot run with, in either role.
+
+        ``gate`` is where the router runs.
+        """
+        if gate == "attention" and self.router is None:
+            yield "it has no router, so with AFD_GATE=attention nothing would cross; use AFD_GATE=ffn"
         multimodal = getattr(vllm_config.model_config, "multimodal_config", None)
         if self.language_model_only and multimodal is not None and not multimodal.language_model_only:
             yield "only the language model can be split, not its other modalities; add --language-model-only"
         mode = vllm_config.compilation_config.mode
-        if self.gate_in_float32 and getattr(mode, "name", "") in _TRACED_AS_A_WHOLE:
-            yield "compiled, its router reads rows before they are rounded, and rows cross rounded; add --enforce-eager"
+        if gate == "ffn" and self.gate_in_float32 and getattr(mode, "name", "") in _TRACED_AS_A_WHOLE:
+            yield (
+                "compiled, its router reads rows before they are rounded, and rows cross rounded; add --enforce-eager, "
+                "or use AFD_GATE=attention"
+            )
         quantization = vllm_config.model_config.quantization
         if quantization in self.refused_quantization:
             yield (

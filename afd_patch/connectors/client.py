@@ -8,11 +8,12 @@ from __future__ import annotations
 import os
 import socket
 import time
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 
-from afd_patch.connectors import shared_memory, stream, wire
+from afd_patch.connectors import columns, shared_memory, stream, wire
 from afd_patch.connectors.endpoint import Endpoint
 from afd_patch.connectors.wire import DType, Header, Kind
 from afd_patch.errors import HandshakeError, ProtocolError, RemoteFFNError
@@ -69,7 +70,7 @@ class Channel:
         if self._socket.family != socket.AF_UNIX:
             stream.send_exactly(self._socket, deadline, wire.text_frame(Kind.HELLO, hello))
             return
-        hello["shared_memory"] = shared_memory.area_bytes(self._identity)
+        hello["shared_memory"] = shared_memory.file_bytes(self._identity)
         fd = shared_memory.create(self._identity)
         try:
             self._shared = shared_memory.SharedRows(fd, self._identity)
@@ -92,25 +93,26 @@ class Channel:
         return True
 
     def call(
-        self, layer: int, rows: torch.Tensor, out: torch.Tensor, *, stage: int, transaction: int, call: int,
-        deadline: float, spin: float,
+        self, layer: int, rows: torch.Tensor, out: torch.Tensor, *, side: Sequence[torch.Tensor] = (), stage: int,
+        transaction: int, call: int, deadline: float, spin: float,
     ) -> None:  # fmt: skip
-        """One call; see ``FFNConnector.call``. ``rows`` and ``out`` are what the handshake promised."""
-        count, width = rows.shape
+        """One call; see ``FFNConnector.call``. ``rows``, ``side`` and ``out`` are what the handshake promised."""
+        count = rows.shape[0]
+        identity = self._identity
         shared = self._shared
         flags = wire.FLAG_SHARED_MEMORY if shared else 0
         if shared is not None:
-            shared.requests[:count].copy_(rows)
+            columns.put(shared.requests[:count], rows, side)
             payload = memoryview(b"")
         else:
-            payload = _bytes_of(rows.contiguous())
+            payload = _bytes_of(columns.joined(rows, side))
         request = Header(
-            Kind.CALL, self.session, transaction, call, layer, stage, self._request_dtype, count, width, flags,
-            len(payload), wire.payload_check(payload) if payload else 0,
+            Kind.CALL, self.session, transaction, call, layer, stage, self._request_dtype, count,
+            identity.request_columns, flags, len(payload), wire.payload_check(payload) if payload else 0,
         )  # fmt: skip
         expected = Header(
-            Kind.REPLY, self.session, transaction, call, layer, stage, self._reply_dtype, count, width, flags,
-            0 if shared else out.nbytes,
+            Kind.REPLY, self.session, transaction, call, layer, stage, self._reply_dtype, count,
+            identity.reply_columns, flags, 0 if shared else out.nbytes,
         )  # fmt: skip
         stream.send_exactly(self._socket, deadline, request.pack(), payload)
         stream.receive_exactly(self._socket, self._header, deadline, spin)

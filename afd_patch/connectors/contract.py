@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Protocol
 
 if TYPE_CHECKING:
@@ -13,12 +14,17 @@ class FFNConnector(Protocol):
 
     calls: int
 
-    def call(self, layer: int, rows: torch.Tensor, out: torch.Tensor, *, stage: int = 0, transaction: int = 0) -> None:
+    def call(
+        self, layer: int, rows: torch.Tensor, out: torch.Tensor, *, side: Sequence[torch.Tensor] = (), stage: int = 0,
+        transaction: int = 0,
+    ) -> None:  # fmt: skip
         """Send ``rows`` ``[tokens, hidden]`` to the FFN of ``layer`` and write its result to ``out``.
 
-        ``stage`` and ``transaction`` are those of the forward (see ``AFDForwardContextMetadata``). ``out`` has the
-        shape of ``rows`` and the ``reply_dtype`` of the identity; it is never a view of a receive buffer, and ``rows``
-        is left as it is. Returns when ``out`` is complete, or raises ``ConnectorError`` within the call timeout.
+        ``side`` crosses next to the rows: tensors ``[tokens, values]``, which fill up the ``request_columns`` of the
+        identity bit for bit (see ``columns.py``). ``stage`` and ``transaction`` are those of the forward (see
+        ``AFDForwardContextMetadata``). ``out`` is ``[tokens, reply_columns]`` of the ``reply_dtype`` of the identity;
+        it is never a view of a receive buffer, and ``rows`` and ``side`` are left as they are. Returns when ``out`` is
+        complete, or raises ``ConnectorError`` within the call timeout.
         """
 
     def close(self) -> None:

@@ -14,6 +14,7 @@ from collections.abc import Sequence
 
 import torch
 
+from afd_patch.connectors import columns
 from afd_patch.connectors.client import Channel
 from afd_patch.connectors.endpoint import Endpoint
 from afd_patch.connectors.log_limit import LogLimit
@@ -100,9 +101,12 @@ class RetryingConnector:
                 if self._log_limit.due("ready"):
                     logger.info("AFD attention: waiting for the FFN server at %s (%s)", self._names, cause)
 
-    def call(self, layer: int, rows: torch.Tensor, out: torch.Tensor, *, stage: int = 0, transaction: int = 0) -> None:
+    def call(
+        self, layer: int, rows: torch.Tensor, out: torch.Tensor, *, side: Sequence[torch.Tensor] = (), stage: int = 0,
+        transaction: int = 0,
+    ) -> None:  # fmt: skip
         """See ``FFNConnector.call``."""
-        self._check(layer, rows, out)
+        self._check(layer, rows, side, out)
         if rows.shape[0] == 0:
             return
         deadline = time.monotonic() + self._call_timeout
@@ -118,8 +122,8 @@ class RetryingConnector:
                     if not channel.wait_ready(limit):
                         raise ConnectorError(f"{channel.endpoint} is still loading")
                     channel.call(
-                        layer, rows, out, stage=stage, transaction=transaction, call=self.calls, deadline=limit,
-                        spin=self._spin,
+                        layer, rows, out, side=side, stage=stage, transaction=transaction, call=self.calls,
+                        deadline=limit, spin=self._spin,
                     )  # fmt: skip
                     return
                 except (HandshakeError, RemoteFFNError):
@@ -133,19 +137,24 @@ class RetryingConnector:
         finally:
             self._lock.release()
 
-    def _check(self, layer: int, rows: torch.Tensor, out: torch.Tensor) -> None:
+    def _check(self, layer: int, rows: torch.Tensor, side: Sequence[torch.Tensor], out: torch.Tensor) -> None:
         """A call that can never be right is the caller's mistake; no server is asked for it."""
         identity = self._identity
         shape = rows.shape
         if (
             len(shape) == 2 and shape[0] <= identity.max_rows and shape[1] == identity.hidden_size
-            and out.shape == shape and (rows.dtype, out.dtype) == self._dtypes and 0 <= layer < identity.layers
+            and all(len(part.shape) == 2 and part.shape[0] == shape[0] for part in side)
+            and columns.width_of(rows, side) == identity.request_columns
+            and out.shape == (shape[0], identity.reply_columns)
+            and (rows.dtype, out.dtype) == self._dtypes and 0 <= layer < identity.layers
         ):  # fmt: skip
             return
+        beside = "".join(f", {part.dtype} {tuple(part.shape)} beside them," for part in side)
         raise ConnectorError(
-            f"AFD attention: layer {layer}: a call with {rows.dtype} rows {tuple(shape)} and an output of {out.dtype} "
-            f"{tuple(out.shape)}; up to {identity.max_rows} x {identity.hidden_size} {identity.dtype} rows of "
-            f"{identity.layers} layers, answered in {identity.reply_dtype}, were agreed with the FFN role"
+            f"AFD attention: layer {layer}: a call with {rows.dtype} rows {tuple(shape)}{beside} and an output of "
+            f"{out.dtype} {tuple(out.shape)}; up to {identity.max_rows} x {identity.hidden_size} {identity.dtype} rows "
+            f"of {identity.layers} layers, {identity.request_columns} columns with what crosses beside them, answered "
+            f"in {identity.reply_columns} columns of {identity.reply_dtype}, were agreed with the FFN role"
         )
 
     def _repeat_or_fail(self, layer: int, channel: Channel | None, error: Exception, deadline: float) -> None:

@@ -1,8 +1,8 @@
 """Shared memory for one connection between processes of one host.
 
 The attention side creates an anonymous file (``memfd_create``), seals its size and passes it over the Unix socket. It
-has no name, so nothing can be left behind: the kernel frees it with the last process that holds it. The first half
-carries requests, the second half replies. Every reconnect makes a new one, so a late writer can never reach a buffer
+has no name, so nothing can be left behind: the kernel frees it with the last process that holds it. Its first area
+carries requests, the second one replies. Every reconnect makes a new one, so a late writer can never reach a buffer
 that is in use again.
 """
 
@@ -24,36 +24,42 @@ _SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
 
 
 class SharedRows:
-    """The file behind ``fd``, as ``requests`` ``[max_rows, hidden]`` and ``replies`` of the same shape.
+    """The file behind ``fd``, as ``requests`` ``[max_rows, request_columns]`` and ``replies`` likewise.
 
     Both are views that live as long as this object; what is in their first rows is valid until the next call.
     """
 
     def __init__(self, fd: int, identity: Identity) -> None:
-        area = area_bytes(identity)
-        content = torch.frombuffer(mmap.mmap(fd, 2 * area), dtype=torch.uint8)
-        shape = (identity.max_rows, identity.hidden_size)
+        content = torch.frombuffer(mmap.mmap(fd, file_bytes(identity)), dtype=torch.uint8)
 
-        def view(start: int, dtype: torch.dtype) -> torch.Tensor:
-            return content[start : start + shape[0] * shape[1] * dtype.itemsize].view(dtype).view(shape)
+        def view(start: int, columns: int, dtype: torch.dtype) -> torch.Tensor:
+            end = start + identity.max_rows * columns * dtype.itemsize
+            return content[start:end].view(dtype).view(identity.max_rows, columns)
 
-        self.requests = view(0, getattr(torch, identity.dtype))
-        self.replies = view(area, getattr(torch, identity.reply_dtype))
+        self.requests = view(0, identity.request_columns, getattr(torch, identity.dtype))
+        self.replies = view(_request_bytes(identity), identity.reply_columns, getattr(torch, identity.reply_dtype))
 
 
-def area_bytes(identity: Identity) -> int:
-    """Bytes of one area, in whole pages: room for the largest request, and for the largest reply."""
-    itemsize: int = max(getattr(torch, name).itemsize for name in (identity.dtype, identity.reply_dtype))
-    pages = -(-identity.max_rows * identity.hidden_size * itemsize // mmap.PAGESIZE)
+def file_bytes(identity: Identity) -> int:
+    """Bytes of the file: room for the largest request, and for the largest reply."""
+    return _request_bytes(identity) + _whole_pages(identity, identity.reply_columns, identity.reply_dtype)
+
+
+def _request_bytes(identity: Identity) -> int:
+    return _whole_pages(identity, identity.request_columns, identity.dtype)
+
+
+def _whole_pages(identity: Identity, columns: int, dtype: str) -> int:
+    itemsize: int = getattr(torch, dtype).itemsize
+    pages = -(-identity.max_rows * columns * itemsize // mmap.PAGESIZE)
     return pages * mmap.PAGESIZE
 
 
 def create(identity: Identity) -> int:
     """A file descriptor of the size that ``identity`` needs, which cannot change any more."""
-    area = area_bytes(identity)
     fd = os.memfd_create("afd_patch", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     try:
-        os.ftruncate(fd, 2 * area)
+        os.ftruncate(fd, file_bytes(identity))
         fcntl.fcntl(fd, fcntl.F_ADD_SEALS, _SEALS)
     except BaseException:
         os.close(fd)
@@ -67,7 +73,7 @@ def check(fd: int, identity: Identity) -> None:
         seals = fcntl.fcntl(fd, fcntl.F_GET_SEALS)
     except OSError:
         raise ProtocolError("the shared memory that the peer sent is no sealed memory file") from None
-    if seals & _SEALS != _SEALS or os.fstat(fd).st_size != 2 * area_bytes(identity):
+    if seals & _SEALS != _SEALS or os.fstat(fd).st_size != file_bytes(identity):
         raise ProtocolError("the shared memory that the peer sent is not sealed or has the wrong size")
 
 

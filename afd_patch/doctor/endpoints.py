@@ -25,7 +25,7 @@ TIMEOUT = 3.0
 
 _DIFFERENCE = re.compile(r"(?P<field>\w+): (?P<server>'[^']*'|\S+) here, (?:'[^']*'|\S+) there(?:;|$)")
 #: What depends on flags of the attention role, not on the model.
-_BY_FLAGS = ("dtype", "reply_dtype", "compiled", "max_rows", "gate")
+_BY_FLAGS = ("dtype", "reply_dtype", "request_columns", "reply_columns", "compiled", "max_rows", "gate")
 _START = "start one: python -m afd_patch.serve MODEL --role ffn --listen ENDPOINT"
 
 

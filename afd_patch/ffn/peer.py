@@ -115,18 +115,18 @@ class Peer:
 
     # -- the handshake --------------------------------------------------------------------------------------------
 
-    def accept(self, identity: Identity, area: object) -> None:
-        """Make the buffers of a peer whose handshake was right; ``area`` is what it said of its shared memory."""
-        self.shared = area is not None
+    def accept(self, identity: Identity, size: object) -> None:
+        """Make the buffers of a peer whose handshake was right; ``size`` is what it said of its shared memory."""
+        self.shared = size is not None
         if self.shared:
-            if type(area) is not int or area != shared_memory.area_bytes(identity) or len(self._fds) != 1:
+            if type(size) is not int or size != shared_memory.file_bytes(identity) or len(self._fds) != 1:
                 raise ProtocolError("the peer's shared memory does not have the size that its handshake implies")
             shared_memory.check(self._fds[0], identity)
             memory = shared_memory.SharedRows(self._fds[0], identity)
             self.requests, self.replies = memory.requests, memory.replies
         else:
             # Pages of this buffer become real when rows arrive in them.
-            shape = (identity.max_rows, identity.hidden_size)
+            shape = (identity.max_rows, identity.request_columns)
             self.requests = torch.empty(shape, dtype=getattr(torch, identity.dtype))
         self._close_fds()
         self.max_rows = identity.max_rows

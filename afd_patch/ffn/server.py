@@ -29,7 +29,8 @@ from afd_patch.identity import Identity
 
 logger = logging.getLogger("vllm.afd_patch")
 
-#: ``compute(layer, rows) -> rows``; called from the thread that runs ``serve``.
+#: ``compute(layer, request) -> reply``: ``[rows, request_columns]`` to ``[rows, reply_columns]``; called from the
+#: thread that runs ``serve``.
 Compute = Callable[[int, torch.Tensor], torch.Tensor]
 
 #: Seconds without a call after which a draining server stops.
@@ -280,7 +281,7 @@ class FFNServer:
         peer.calls += 1
         try:
             result = compute(header.layer, rows)
-            if result.shape != rows.shape or result.dtype != self._reply_dtype:
+            if result.shape != (header.rows, self.identity.reply_columns) or result.dtype != self._reply_dtype:
                 raise ConnectorError(f"the FFN returned {result.dtype} {tuple(result.shape)}")
             if not peer.shared:
                 result = result.detach().contiguous().cpu()
@@ -295,7 +296,8 @@ class FFNServer:
             payload = _bytes_of(result)
         reply = Header(
             Kind.REPLY, header.session, header.transaction, header.call, header.layer, header.stage, self._reply_code,
-            header.rows, header.width, header.flags, len(payload), wire.payload_check(payload) if payload else 0,
+            header.rows, self.identity.reply_columns, header.flags, len(payload),
+            wire.payload_check(payload) if payload else 0,
         )  # fmt: skip
         peer.send(reply.pack(), payload)
 
@@ -311,8 +313,8 @@ class FFNServer:
             raise ProtocolError(f"a call with layer {header.layer} of {identity.layers}")
         if header.dtype is not self._code:
             raise ProtocolError(f"a call with dtype {header.dtype.name}, the model has {identity.dtype}")
-        if header.width != identity.hidden_size:
-            raise ProtocolError(f"a call with rows of {header.width}, the model has {identity.hidden_size}")
+        if header.width != identity.request_columns:
+            raise ProtocolError(f"a call with rows of {header.width}, {identity.request_columns} were agreed")
         if not 0 < header.rows <= peer.max_rows:
             raise ProtocolError(f"a call with {header.rows} rows, between 1 and {peer.max_rows} were agreed")
         if header.flags != flags:

@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 
+from afd_patch.connectors import columns
 from afd_patch.connectors.endpoint import Endpoint, parse_endpoint
 from afd_patch.connectors.retry import RetryingConnector
 from afd_patch.ffn import peer
@@ -36,8 +37,8 @@ SOON = 10.0
 def identity(**changes: Any) -> Identity:
     values: dict[str, Any] = {
         "vllm": "0.32.0", "model": "m0", "weights": "w0", "architecture": "TestForCausalLM", "boundary": "dense",
-        "gate": "ffn", "dtype": "bfloat16", "reply_dtype": "bfloat16", "hidden_size": HIDDEN, "layers": LAYERS,
-        "compiled": False, "max_rows": MAX_ROWS,
+        "gate": "ffn", "dtype": "bfloat16", "reply_dtype": "bfloat16", "hidden_size": HIDDEN,
+        "request_columns": HIDDEN, "reply_columns": HIDDEN, "layers": LAYERS, "compiled": False, "max_rows": MAX_ROWS,
     }  # fmt: skip
     return Identity(**{**values, **changes})
 
@@ -45,6 +46,21 @@ def identity(**changes: Any) -> Identity:
 def reference(layer: int, rows: torch.Tensor, dtype: torch.dtype | None = None) -> torch.Tensor:
     """What layer ``layer`` makes of ``rows``: depends on the layer, on every value, and not on other rows."""
     return (torch.tanh(rows.float() * (layer + 1.25)) + rows.float() * 0.1).to(dtype or rows.dtype)
+
+
+def routed(
+    layer: int, rows: torch.Tensor, weights: torch.Tensor, numbers: torch.Tensor, dtype: torch.dtype | None = None
+) -> torch.Tensor:
+    """What layer ``layer`` makes of rows that crossed with their routing: twice as wide, and it tells every bit."""
+    mixed = reference(layer, rows, torch.float32) * weights.sum(1, keepdim=True) + numbers.sum(1, keepdim=True) % 97
+    return torch.cat([mixed, reference(layer + 1, rows, torch.float32)], 1).to(dtype or rows.dtype)
+
+
+def random_routing(count: int, top_k: int = 3, seed: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
+    """Weights (float32) and numbers (int32, of which some bits make no number in any float) for ``count`` rows."""
+    generator = torch.Generator().manual_seed(seed * 7919 + count)
+    weights = torch.rand(count, top_k, generator=generator)
+    return weights, torch.randint(-(2**31), 2**31 - 1, (count, top_k), generator=generator).to(torch.int32)
 
 
 def random_rows(count: int, dtype: torch.dtype = torch.bfloat16, seed: int = 0, width: int = HIDDEN) -> torch.Tensor:
@@ -179,7 +195,9 @@ class Server(Forked):
         self._entered, self._go, self._loaded = self._counters
         listening, tell = os.pipe()
 
-        results = torch.empty(self.identity.max_rows, HIDDEN, dtype=getattr(torch, self.identity.reply_dtype))
+        shape = (self.identity.max_rows, self.identity.reply_columns)
+        results = torch.empty(shape, dtype=getattr(torch, self.identity.reply_dtype))
+        with_routing = self.identity.request_columns != HIDDEN
 
         def compute(layer: int, rows: torch.Tensor) -> torch.Tensor:
             if layer == FAILS:
@@ -187,7 +205,13 @@ class Server(Forked):
             if layer == WAITS:
                 os.eventfd_write(self._entered, 1)
                 os.read(self._go, 8)  # unlike eventfd_read, goes on after a signal
-            result = results[: len(rows)].copy_(reference(layer, rows, results.dtype))
+            if with_routing:
+                hidden, side = columns.split(rows, HIDDEN, torch.int32)
+                weights, numbers = side.chunk(2, dim=1)
+                computed = routed(layer, hidden, weights.contiguous().view(torch.float32), numbers, results.dtype)
+            else:
+                computed = reference(layer, rows, results.dtype)
+            result = results[: len(rows)].copy_(computed)
             rows.zero_()  # native code may write to its input, and return the same memory every time
             return result
 

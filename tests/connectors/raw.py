@@ -51,7 +51,7 @@ class Raw:
         who = who or identity()
         if self.socket.family == socket.AF_UNIX:
             fd = shared_memory.create(who)
-            self.hello(who, [fd], shared_memory=shared_memory.area_bytes(who))
+            self.hello(who, [fd], shared_memory=shared_memory.file_bytes(who))
             os.close(fd)
         else:
             self.hello(who)

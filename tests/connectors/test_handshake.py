@@ -26,8 +26,8 @@ Connect = Callable[..., RetryingConnector]
 #: A value that differs from the usual one, for every field in which both sides must agree.
 OTHER: dict[str, Any] = {
     "vllm": "0.31.9", "model": "m1", "weights": "w1", "architecture": "OtherForCausalLM", "boundary": "moe",
-    "gate": "attention", "dtype": "float16", "reply_dtype": "float32", "hidden_size": 128, "layers": 9,
-    "compiled": True,
+    "gate": "attention", "dtype": "float16", "reply_dtype": "float32", "hidden_size": 128,
+    "request_columns": 72, "reply_columns": 128, "layers": 9, "compiled": True,
 }  # fmt: skip
 
 

@@ -108,6 +108,8 @@ FIRST_BYTES: dict[str, bytes] = {
     "max_rows is NaN": hello({"identity": {**IDENTITY, "max_rows": float("nan")}}),
     "max_rows is true": hello({"identity": {**IDENTITY, "max_rows": True}}),
     "hidden_size is 10**15": hello({"identity": {**IDENTITY, "hidden_size": 10**15}}),
+    "request_columns is 10**15": hello({"identity": {**IDENTITY, "request_columns": 10**15}}),
+    "reply_columns is negative": hello({"identity": {**IDENTITY, "reply_columns": -1}}),
     "model is 60 KB": hello({"identity": {**IDENTITY, "model": "m" * 60_000}}),
     "model forges a log line": hello({"identity": {**IDENTITY, "model": "m\nWARNING forged\x1b[2J\ud800"}}),
     "dtype is no dtype": hello({"identity": {**IDENTITY, "dtype": "__class__"}}),

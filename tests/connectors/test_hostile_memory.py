@@ -21,7 +21,7 @@ from afd_patch.connectors.retry import RetryingConnector
 from afd_patch.connectors.wire import DType, Header, Kind
 
 Start = Callable[..., Server]
-AREA = shared_memory.area_bytes(identity())
+SIZE = shared_memory.file_bytes(identity())
 
 
 @pytest.fixture
@@ -43,7 +43,7 @@ def bystander(server: Server) -> Iterator[RetryingConnector]:
     client.close()
 
 
-def memory(size: int = 2 * AREA, seals: int = shared_memory._SEALS, flags: int = os.MFD_ALLOW_SEALING) -> int:
+def memory(size: int = SIZE, seals: int = shared_memory._SEALS, flags: int = os.MFD_ALLOW_SEALING) -> int:
     fd = os.memfd_create("afd_patch", flags)
     os.ftruncate(fd, size)
     if seals:
@@ -54,34 +54,34 @@ def memory(size: int = 2 * AREA, seals: int = shared_memory._SEALS, flags: int =
 def plain_file() -> int:
     fd, path = tempfile.mkstemp()
     os.unlink(path)
-    os.ftruncate(fd, 2 * AREA)
+    os.ftruncate(fd, SIZE)
     return fd
 
 
 OFFERS: dict[str, tuple[Callable[[], list[int]], object]] = {
-    "nothing": (list, AREA),
-    "not sealed": (lambda: [memory(seals=0)], AREA),
-    "may shrink": (lambda: [memory(seals=fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL)], AREA),
-    "may be sealed on": (lambda: [memory(seals=fcntl.F_SEAL_GROW | fcntl.F_SEAL_SHRINK)], AREA),
-    "not writable": (lambda: [memory(seals=shared_memory._SEALS | fcntl.F_SEAL_WRITE)], AREA),
-    "empty": (lambda: [memory(0)], AREA),
-    "too small": (lambda: [memory(AREA)], AREA),
-    "too large": (lambda: [memory(2 * AREA + mmap.PAGESIZE)], AREA),
-    "a plain file": (lambda: [plain_file()], AREA),
-    "an event counter": (lambda: [os.eventfd(0)], AREA),
-    "a folder": (lambda: [os.open("/", os.O_RDONLY)], AREA),
-    "a device": (lambda: [os.open("/dev/zero", os.O_RDWR)], AREA),
-    "two files": (lambda: [memory(), memory()], AREA),
-    "fifty files": (lambda: [memory() for _ in range(50)], AREA),
-    "another size": (lambda: [memory()], AREA * 2),
+    "nothing": (list, SIZE),
+    "not sealed": (lambda: [memory(seals=0)], SIZE),
+    "may shrink": (lambda: [memory(seals=fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL)], SIZE),
+    "may be sealed on": (lambda: [memory(seals=fcntl.F_SEAL_GROW | fcntl.F_SEAL_SHRINK)], SIZE),
+    "not writable": (lambda: [memory(seals=shared_memory._SEALS | fcntl.F_SEAL_WRITE)], SIZE),
+    "empty": (lambda: [memory(0)], SIZE),
+    "too small": (lambda: [memory(SIZE // 2)], SIZE),
+    "too large": (lambda: [memory(SIZE + mmap.PAGESIZE)], SIZE),
+    "a plain file": (lambda: [plain_file()], SIZE),
+    "an event counter": (lambda: [os.eventfd(0)], SIZE),
+    "a folder": (lambda: [os.open("/", os.O_RDONLY)], SIZE),
+    "a device": (lambda: [os.open("/dev/zero", os.O_RDWR)], SIZE),
+    "two files": (lambda: [memory(), memory()], SIZE),
+    "fifty files": (lambda: [memory() for _ in range(50)], SIZE),
+    "another size": (lambda: [memory()], SIZE * 2),
     "size 0": (lambda: [memory(0)], 0),
     "size -1": (lambda: [memory()], -1),
     "size 10**12": (lambda: [memory()], 10**12),
     "size 10**4000": (lambda: [memory()], 10**4000),
-    "size 1.0": (lambda: [memory()], float(AREA)),
+    "size 1.0": (lambda: [memory()], float(SIZE)),
     "size true": (lambda: [memory()], True),
-    "size as text": (lambda: [memory()], str(AREA)),
-    "size as a list": (lambda: [memory()], [AREA] * 5000),
+    "size as text": (lambda: [memory()], str(SIZE)),
+    "size as a list": (lambda: [memory()], [SIZE] * 5000),
 }
 
 
@@ -101,7 +101,7 @@ def test_what_is_not_safe_to_map_is_refused(
 
 def test_a_file_with_every_byte(unix: Endpoint, server: Server, bystander: RetryingConnector) -> None:
     """Files are counted over the whole handshake, so they cannot use up the server's descriptors."""
-    frame = wire.text_frame(Kind.HELLO, {"identity": identity().to_json(), "shared_memory": AREA})
+    frame = wire.text_frame(Kind.HELLO, {"identity": identity().to_json(), "shared_memory": SIZE})
     peer, fd = Raw(unix), memory()
     with suppress(ConnectionError):
         for byte in frame:
@@ -115,7 +115,7 @@ def test_a_file_with_every_byte(unix: Endpoint, server: Server, bystander: Retry
 def test_shared_memory_claimed_over_tcp(tcp: Endpoint, start: Start) -> None:
     server = start(tcp)
     peer = Raw(tcp)
-    peer.hello(shared_memory=AREA)
+    peer.hello(shared_memory=SIZE)
     peer.rest()
     assert len(server.wait_for_line("dropped")) == 1
     assert_right(server.client())
@@ -154,9 +154,9 @@ def test_rows_over_a_unix_socket_without_shared_memory(unix: Endpoint, start: St
 def test_memory_cannot_be_taken_away_while_it_is_used(unix: Endpoint, server: Server) -> None:
     fd = memory()
     peer = Raw(unix)
-    peer.hello(fds=[fd], shared_memory=AREA)
+    peer.hello(fds=[fd], shared_memory=SIZE)
     peer.frame()
-    for size in (0, AREA, 4 * AREA):
+    for size in (0, SIZE // 2, 2 * SIZE):
         with pytest.raises(PermissionError):
             os.ftruncate(fd, size)
     os.close(fd)
