@@ -24,7 +24,13 @@ from afd_patch.connectors.endpoint import MAX_UNIX_PATH
 from afd_patch.connectors.wire import DType, Header, Kind
 from afd_patch.identity import Identity
 from afd_patch.serve import flags
-from tests.engine import test_exact_compiled, test_exact_eager, test_more_architectures, test_v2_runner
+from tests.engine import (
+    test_exact_compiled,
+    test_exact_eager,
+    test_gate_on_attention,
+    test_more_architectures,
+    test_v2_runner,
+)
 
 ROOT = Path(__file__).parent.parent
 README = ROOT / "README.md"
@@ -217,6 +223,19 @@ def test_nothing_is_claimed_that_no_test_shows() -> None:
             proven = shown[column] & set(CHECKPOINTS[architecture])
             assert cell != "exact" or proven, f"{architecture}: nothing shows {column}"
             assert cell == "exact" or not proven, f"{architecture}: {column} is tested, and the README does not say so"
+
+
+def test_the_router_in_the_attention_role() -> None:
+    columns = ("Architecture with a router", "Router in the attention role: eager, bf16", "Compiled, bf16")
+    table = rows(README, *columns)
+    assert [name for name, *_ in table] == [n for n in boundaries.architectures() if boundaries.find(n).router]
+    shown = (
+        parameters_of(test_gate_on_attention.test_exact),
+        parameters_of(test_gate_on_attention.test_exact_compiled),
+    )
+    for architecture, *cells in table:
+        for proven, cell in zip(shown, cells, strict=True):
+            assert cell == ("exact" if proven & set(CHECKPOINTS[architecture]) else "not tested"), architecture
 
 
 def test_the_worked_example_is_a_table_for_the_installed_vllm() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -124,6 +125,35 @@ def test_a_sound_model(checkpoint: Path, capsys: pytest.CaptureFixture[str]) -> 
         "version", "sound", "verdict", "vllm", "counts", "findings", "explanation", "seconds",
     }  # fmt: skip
     assert all(set(f) == {"section", "level", "subject", "text", "fix"} for f in outcome.report["findings"])
+
+
+def test_the_router_in_the_attention_role(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its tensors change sides, and so do those of a dense layer, which the FFN role does not miss."""
+    path = str(tiny.make("qwen3_moe", tmp_path / "qwen3_moe"))
+
+    def counts() -> str:
+        outcome = Outcome(capsys, path)
+        assert outcome.problems() == []
+        (text,) = [f["text"] for f in outcome.report["findings"] if "for attention" in f["text"]]
+        return str(text)
+
+    before = counts()
+    monkeypatch.setenv("AFD_GATE", "attention")
+    after = counts()
+    (old_attention, old_ffn), (attention, ffn) = (
+        [int(n) for n in re.findall(r"(\d+) for (?:attention|FFN)", text)] for text in (before, after)
+    )
+    assert (attention - old_attention, ffn - old_ffn) == (6, -6), "three tensors of a dense layer, three gates"
+
+
+def test_a_router_where_there_is_none(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("AFD_GATE", "attention")
+    (sentence,) = Outcome(capsys, str(tiny.make("llama", tmp_path / "llama"))).problems()
+    assert sentence == "AFD_GATE: the model has no router, so nothing would cross; use AFD_GATE=ffn"
 
 
 def test_a_name_that_no_rule_knows(copy: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -13,6 +13,7 @@ from afd_patch.errors import UnsupportedError
 from afd_patch.patches.engine_config import ADDITIONAL_CONFIG_KEY, check_supported, prepare
 
 ATTENTION = AFDConfig.build(role="attention", ffn="unix:/a.sock")
+ROUTER = AFDConfig.build(role="attention", ffn="unix:/a.sock", gate="attention")
 
 
 def vllm_config(**changes: Any) -> SimpleNamespace:
@@ -95,10 +96,29 @@ def test_the_role_is_added_to_what_the_user_configured() -> None:
     assert config.additional_config == {"theirs": 1, ADDITIONAL_CONFIG_KEY: ATTENTION.graph_key()}
 
 
+def test_a_router_in_the_attention_role_needs_a_router() -> None:
+    check(vllm_config(), ROUTER)
+    for name, table in ((name, boundaries.find(name)) for name in boundaries.architectures()):
+        config = vllm_config(model_config__multimodal_config=None)
+        config.model_config.hf_config.architectures = [name]
+        if table.moe:
+            check_supported(ROUTER, config, table)
+        else:
+            with pytest.raises(UnsupportedError, match=f"{name} .*AFD_GATE=attention nothing would cross; use AFD_GA"):
+                check_supported(ROUTER, config, table)
+
+
 def test_graphs_are_split_at_the_hand_off_where_they_are_split_at_all() -> None:
     pieces = vllm_config(compilation_config__splitting_ops=["vllm::unified_attention"])
     prepare(ATTENTION, pieces)
     assert pieces.compilation_config.splitting_ops == ["vllm::unified_attention", "afd_patch::remote_ffn"]
+    routed = vllm_config(compilation_config__splitting_ops=["vllm::unified_attention"])
+    prepare(ROUTER, routed)
+    assert routed.compilation_config.splitting_ops[1:] == [
+        "afd_patch::remote_experts",
+        "vllm::moe_forward",
+        "vllm::moe_forward_shared",
+    ]
     whole = vllm_config(compilation_config__splitting_ops=[])
     prepare(ATTENTION, whole)
     assert whole.compilation_config.splitting_ops == []

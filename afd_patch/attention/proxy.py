@@ -63,17 +63,18 @@ def make_remote(native: nn.Module, layer: int, reply_dtype: torch.dtype) -> nn.M
 
     Results arrive as ``reply_dtype``.
     """
-    stand_in = _stand_in(native, RemoteFFN, layer)
+    stand_in = make_stand_in(native, RemoteFFN, layer)
     stand_in.afd_reply_dtype = reply_dtype
     return stand_in
 
 
 def make_nothing(native: nn.Module, layer: int) -> nn.Module:
     """A stand-in for ``native``, a further part of that FFN, whose share the layer's ``RemoteFFN`` returns."""
-    return _stand_in(native, NothingToAdd, layer)
+    return make_stand_in(native, NothingToAdd, layer)
 
 
-def _stand_in(native: nn.Module, behaviour: type, layer: int) -> Any:
+def make_stand_in(native: nn.Module, behaviour: type, layer: int) -> Any:
+    """A module without parameters, with the plain attributes of ``native`` and the behaviour of ``behaviour``."""
     cls = stand_in_class(native.__class__, behaviour)
     stand_in = cls.__new__(cls)
     nn.Module.__init__(stand_in)

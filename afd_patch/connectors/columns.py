@@ -30,6 +30,9 @@ def width_of(rows: torch.Tensor, side: Sequence[torch.Tensor]) -> int:
 
 def put(area: torch.Tensor, rows: torch.Tensor, side: Sequence[torch.Tensor]) -> None:
     """Write ``rows`` and ``side`` to ``area`` ``[tokens, width_of(rows, side)]`` of the dtype of ``rows``."""
+    if not side:
+        area.copy_(rows)
+        return
     start = rows.shape[1]
     area[:, :start].copy_(rows)
     for part in side:

@@ -53,7 +53,8 @@ def examine(request: Request) -> Report:
     known = registry.architectures(tree) if tree else {}
     asked = _endpoints(request)
     model = find_model(request.model, known) if request.model is not None else None
-    model_section = check_model(model, names, known) if model is not None else None
+    gate = request.environ.get("AFD_GATE") or GATES[0]
+    model_section = check_model(model, names, known, gate) if model is not None else None
     probe = _start_probe(request, model) if tree is not None and not other and request.limit else None
     try:
         add = report.sections.append
@@ -75,7 +76,7 @@ def examine(request: Request) -> Report:
             live.describe_configuration(said, model_section)
         add(model_section)
     if answers:
-        read = _identity(request, model, report)
+        read = _identity(request, model, report, gate)
         whole = said.get("configuration", {}).get("identity")
         add(_guarded("FFN servers", lambda: endpoints.describe(answers, read, whole)))
     if request.explain and model is not None and names is not None:
@@ -123,10 +124,9 @@ def _start_probe(request: Request, model: Model | None) -> live.LiveProbe:
     return live.LiveProbe(request.environ, [_GENERAL, sorted(modules)], folder, engine, request.limit)
 
 
-def _identity(request: Request, model: Model | None, report: Report) -> dict[str, Any]:
+def _identity(request: Request, model: Model | None, report: Report, gate: str) -> dict[str, Any]:
     if model is None:
         return {"vllm": report.vllm_version} if report.vllm_version and request.vllm_tree is None else {}
-    gate = request.environ.get("AFD_GATE") or GATES[0]
     return identity_of(model, report.vllm_version, gate)
 
 

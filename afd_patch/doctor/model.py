@@ -10,7 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from afd_patch import boundaries
-from afd_patch.boundaries import Boundary
+from afd_patch.boundaries import Boundary, OwnGate
+from afd_patch.config import GATES
 from afd_patch.doctor.checkpoint import Checkpoint, expert_count, megabytes, read_checkpoint, some
 from afd_patch.doctor.findings import Section
 from afd_patch.doctor.names import Names
@@ -83,8 +84,11 @@ def _from_hub_cache(text: str) -> tuple[Path, str]:
     return Path(path).parent, Path(path).parent.name
 
 
-def check_model(model: Model, names: Names | None, known: dict[str, tuple[str, str]]) -> Section:
-    """Findings about ``model``; fills in its table and checkpoint. ``known`` is the registry of the vLLM at hand."""
+def check_model(model: Model, names: Names | None, known: dict[str, tuple[str, str]], gate: str = GATES[0]) -> Section:
+    """Findings about ``model``; fills in its table and checkpoint.
+
+    ``known`` is the registry of the vLLM at hand, ``gate`` the place of the router.
+    """
     section = Section("Model")
     try:
         model.boundary = boundaries.find(model.architecture)
@@ -92,6 +96,8 @@ def check_model(model: Model, names: Names | None, known: dict[str, tuple[str, s
         section.problem(model.architecture, str(error).removeprefix(f"{model.architecture} "))
     else:
         section.ok(model.architecture, f"has a boundary table (family {model.boundary.family})")
+        if gate == "attention" and model.boundary.router is None:
+            section.problem("AFD_GATE", "the model has no router, so nothing would cross", "use AFD_GATE=ffn")
     if names is not None and known and model.architecture not in known:
         version = names.tree.version() or "of unknown version"
         section.problem(model.architecture, f"vLLM {version} does not know this architecture", "use another version")
@@ -100,7 +106,10 @@ def check_model(model: Model, names: Names | None, known: dict[str, tuple[str, s
         model.checkpoint = read_checkpoint(model.folder)
         _check_files(model.checkpoint, section)
         if model.boundary is not None and model.checkpoint.tensors:
-            _check_tensors(model, model.boundary, model.checkpoint, section)
+            own_gate = None
+            if gate == "attention" and model.boundary.router is not None:
+                own_gate = model.boundary.own_gate_in(model.checkpoint.tensors, model.num_layers)
+            _check_tensors(model, model.boundary, model.checkpoint, own_gate, section)
     return section
 
 
@@ -156,7 +165,9 @@ def _check_files(checkpoint: Checkpoint, section: Section) -> None:
         section.problem("weights", "no weight files in the folder", "fetch them, or use --load-format dummy")
 
 
-def _check_tensors(model: Model, table: Boundary, checkpoint: Checkpoint, section: Section) -> None:
+def _check_tensors(
+    model: Model, table: Boundary, checkpoint: Checkpoint, own_gate: OwnGate | None, section: Section
+) -> None:
     from afd_patch.patches.coverage import missing_expert_tensors
 
     counts = {"attention": 0, "ffn": 0, "none": 0}
@@ -164,7 +175,7 @@ def _check_tensors(model: Model, table: Boundary, checkpoint: Checkpoint, sectio
     unknown: list[str] = []
     for name, size in checkpoint.tensors.items():
         try:
-            owner = table.weights.owner(name, model.num_layers)
+            owner = table.weights.owner(name, model.num_layers, own_gate)
         except WeightError as error:
             unknown.append(str(error))
             continue
@@ -180,7 +191,7 @@ def _check_tensors(model: Model, table: Boundary, checkpoint: Checkpoint, sectio
         lacking = Counter(name.rpartition("experts.")[2].partition(".")[2] for name in missing)
         missing.sort(key=lambda name: lacking[name.rpartition("experts.")[2].partition(".")[2]])
         section.problem("weights", f"some experts lack a tensor that others have: {some(missing)}", "fetch them again")
-    _check_layers(model, table, checkpoint, section)
+    _check_layers(model, table, checkpoint, own_gate, section)
     section.ok(
         "weights",
         f"{len(checkpoint.tensors)} tensors in {checkpoint.files} file{'s' * (checkpoint.files != 1)}: "
@@ -189,7 +200,9 @@ def _check_tensors(model: Model, table: Boundary, checkpoint: Checkpoint, sectio
     )
 
 
-def _check_layers(model: Model, table: Boundary, checkpoint: Checkpoint, section: Section) -> None:
+def _check_layers(
+    model: Model, table: Boundary, checkpoint: Checkpoint, own_gate: OwnGate | None, section: Section
+) -> None:
     """Whether every layer has tensors of both roles, and as many experts as the configuration says."""
     owned: dict[str, set[int]] = {"attention": set(), "ffn": set()}
     experts: dict[int, int] = {}
@@ -198,7 +211,7 @@ def _check_layers(model: Model, table: Boundary, checkpoint: Checkpoint, section
         if match is None:
             continue
         try:
-            owner = table.weights.owner(name, model.num_layers)
+            owner = table.weights.owner(name, model.num_layers, own_gate)
         except WeightError:
             continue
         layer = int(match[1])
@@ -206,6 +219,8 @@ def _check_layers(model: Model, table: Boundary, checkpoint: Checkpoint, section
             owned[owner].add(layer)
         if owner == "ffn" and match[2]:
             experts[layer] = max(experts.get(layer, -1), int(match[2]))
+    if own_gate is not None:
+        owned["ffn"] |= own_gate.dense_layers  # those that need none
     for role, layers in owned.items():
         lacking = sorted(set(range(model.num_layers)) - layers)
         if lacking:

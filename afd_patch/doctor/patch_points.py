@@ -10,7 +10,7 @@ from pathlib import Path
 import afd_patch
 from afd_patch import boundaries
 from afd_patch.boundaries import Boundary
-from afd_patch.config import AFDConfig
+from afd_patch.config import GATES, AFDConfig
 from afd_patch.doctor.findings import Finding, Section
 from afd_patch.doctor.names import Definition, External, Names, parameters
 from afd_patch.patch_manager import Patch
@@ -39,13 +39,17 @@ def check_patch_points(names: Names, boundary: Boundary | None) -> Section:
 
 
 def all_patches() -> list[Patch]:
-    """The patches of both roles, each once."""
+    """The patches of both roles, wherever the router runs, each once."""
     from afd_patch.patches import patch_set
 
-    configs = (
-        AFDConfig.build(role="attention", ffn="unix:/ffn.sock"),
-        AFDConfig.build(role="ffn", listen="unix:/ffn.sock"),
-    )
+    configs = [
+        config
+        for gate in GATES
+        for config in (
+            AFDConfig.build(role="attention", ffn="unix:/ffn.sock", gate=gate),
+            AFDConfig.build(role="ffn", listen="unix:/ffn.sock", gate=gate),
+        )
+    ]
     return list({patch.name: patch for config in configs for patch in patch_set(config)}.values())
 
 

@@ -12,14 +12,17 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import nn
 
+from afd_patch.connectors.columns import split
 from afd_patch.errors import ConnectorError
 from afd_patch.ffn.compiled import EXAMPLE_ROWS, compile_layer
 from afd_patch.identity import traced_as_a_whole
+from afd_patch.patches.experts import Experts
 
 if TYPE_CHECKING:
     from vllm.engine.arg_utils import EngineArgs
+
+    from afd_patch.patches.model_build import ModelBuild
 
 logger = logging.getLogger("vllm.afd_patch")
 
@@ -47,9 +50,12 @@ class FFNRunner:
         self._device = torch.device(vllm_config.device_config.device)
         self._executor = UniProcExecutor(vllm_config)
         build = take_loaded(vllm_config)
-        self._layers: dict[int, Callable[[torch.Tensor], torch.Tensor]] = dict(build.layers)
+        self._hidden: int = vllm_config.model_config.hf_text_config.hidden_size
+        self._gate = build.gate
+        self._modules = build.layers
+        self._layers: dict[int, Callable[..., torch.Tensor | tuple[torch.Tensor, ...]]] = dict(build.layers)
         if traced_as_a_whole(vllm_config):
-            self._compile(build.layers, build.reply_dtype)
+            self._compile(build)
 
     @property
     def layers(self) -> tuple[int, ...]:
@@ -59,30 +65,41 @@ class FFNRunner:
     def compute_ffn_output(self, layer: int, rows: torch.Tensor) -> torch.Tensor:
         """The native FFN of decoder layer ``layer`` applied to ``rows``.
 
-        ``rows`` is ``[tokens, hidden]`` in the model's dtype, on any device; native code may write to it. The result
-        has the same shape; its dtype is the ``reply_dtype`` of the identity.
+        ``rows`` is ``[tokens, request_columns]`` of the identity, in the model's dtype, on any device; native code may
+        write to it. The result is ``[tokens, reply_columns]`` of the ``reply_dtype``.
         """
+        inputs = self._inputs(rows.to(self._device))
+        module = self._modules.get(layer)
+        if isinstance(module, Experts):
+            module.check(inputs[1])
+        return self._compute(layer, *inputs)
+
+    def _inputs(self, rows: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        return (rows,) if self._gate == "ffn" else split(rows, self._hidden, torch.int32)
+
+    def _compute(self, layer: int, *inputs: torch.Tensor) -> torch.Tensor:
         from vllm.forward_context import set_forward_context
 
         module = self._layers.get(layer)
         if module is None:
-            raise ConnectorError(f"layer {layer} is not served here (layers: {self.layers})")
-        with set_forward_context(None, self.vllm_config, num_tokens=rows.shape[0]):
-            return module(rows.to(self._device))
+            dense = "" if self._gate == "ffn" else "; dense layers run in the attention role (AFD_GATE=attention)"
+            raise ConnectorError(f"layer {layer} is not served here (layers: {self.layers}{dense})")
+        with set_forward_context(None, self.vllm_config, num_tokens=inputs[0].shape[0]):
+            result = module(*inputs)
+        if isinstance(result, torch.Tensor):
+            return result
+        return result[0] if len(result) == 1 else torch.cat(result, dim=1)
 
-    def _compile(self, modules: dict[int, nn.Module], reply_dtype: torch.dtype) -> None:
+    def _compile(self, build: ModelBuild) -> None:
         """Compile every layer now: a first call that takes seconds would look like a dead server."""
-        model = self.vllm_config.model_config
-        for layer, module in modules.items():
-            self._layers[layer] = compile_layer(module, layer, self.vllm_config, reply_dtype)
-            rows = torch.zeros(
-                EXAMPLE_ROWS,
-                model.hf_text_config.hidden_size,
-                dtype=model.dtype,
-                device=self._device,
-            )
-            torch._dynamo.mark_dynamic(rows, 0)
-            self.compute_ffn_output(layer, rows)
+        dtype = self.vllm_config.model_config.dtype
+        for layer, module in build.layers.items():
+            self._layers[layer] = compile_layer(module, layer, self.vllm_config, build.reply_dtype)
+            inputs = self._inputs(torch.zeros(EXAMPLE_ROWS, build.request_columns, dtype=dtype, device=self._device))
+            for part in inputs:
+                torch._dynamo.mark_dynamic(part, 0)
+            with torch.inference_mode():
+                self._compute(layer, *inputs)
         logger.info("AFD ffn: compiled %d layers", len(self._layers))
 
     def shutdown(self) -> None:

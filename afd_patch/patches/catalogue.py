@@ -10,7 +10,7 @@ import importlib
 from collections.abc import Iterable
 from itertools import groupby
 
-from afd_patch.config import ROLES, AFDConfig
+from afd_patch.config import GATES, ROLES, AFDConfig
 from afd_patch.patch_manager import Patch
 from afd_patch.patches import patch_set
 
@@ -48,10 +48,14 @@ def render() -> str:
 
 
 def _configurations() -> list[AFDConfig]:
-    """One configuration for each role; the endpoints are never used."""
+    """One configuration for each role and place of the router; the endpoints are never used."""
     return [
-        AFDConfig.build(role="attention", ffn="unix:/ffn.sock"),
-        AFDConfig.build(role="ffn", listen="unix:/ffn.sock"),
+        config
+        for gate in reversed(GATES)
+        for config in (
+            AFDConfig.build(role="attention", ffn="unix:/ffn.sock", gate=gate),
+            AFDConfig.build(role="ffn", listen="unix:/ffn.sock", gate=gate),
+        )
     ]
 
 
@@ -61,8 +65,13 @@ def _patches() -> dict[str, Patch]:
 
 
 def _roles_of_patches() -> dict[str, tuple[str, ...]]:
-    sets = {config.role: {patch.name for patch in patch_set(config)} for config in _configurations()}
-    return {name: tuple(role for role in ROLES if name in sets[role]) for name in _patches()}
+    found = {(config.role, patch.name) for config in _configurations() for patch in patch_set(config)}
+    return {name: tuple(role for role in ROLES if (role, name) in found) for name in _patches()}
+
+
+def _with_every_gate() -> set[str]:
+    """Names of the patches that do not depend on where the router runs."""
+    return {patch.name for config in _configurations() if config.gate == GATES[0] for patch in patch_set(config)}
 
 
 def _seam(patch: Patch) -> str:
@@ -80,13 +89,16 @@ def _shares(roles: dict[str, tuple[str, ...]]) -> str:
     if all(len(names) == len(ROLES) for names in roles.values()):
         return "Both roles apply all of them; what a patch does may depend on the role."
     alone = [f"`{name}` ({names[0]})" for name, names in roles.items() if len(names) == 1]
-    return f"Both roles apply all of them, except {', '.join(alone)}."
+    return f"Both roles apply all of them,\nexcept {', '.join(alone)}."
 
 
 def _table(patches: Iterable[Patch], roles: dict[str, tuple[str, ...]]) -> str:
     lines = [_row(_COLUMNS), _row("---" for _ in _COLUMNS)]
+    always = _with_every_gate()
     for patch in patches:
-        only = "" if len(roles[patch.name]) == len(ROLES) else f" ({roles[patch.name][0]} role only)"
+        limits = [f"{roles[patch.name][0]} role only"] if len(roles[patch.name]) < len(ROLES) else []
+        limits += [] if patch.name in always else [f"with `AFD_GATE={GATES[1]}`"]
+        only = f" ({', '.join(limits)})" if limits else ""
         parameters = ", ".join(f"`{name}`" for name in patch.params) or "any"
         prose = [_plain(patch.why), _plain(patch.upstream)]
         lines.append(_row((f"`{patch.name}`{only}", f"`{patch.target}`", parameters, *prose)))

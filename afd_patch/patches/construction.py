@@ -3,7 +3,7 @@
 Native constructors run untouched, with the arguments they got. While the main model of an active role is built:
 
 * attention role: FFN classes are constructed on the meta device, so every native attribute exists and no FFN weight
-  is ever allocated;
+  is ever allocated; with `AFD_GATE=attention`, the experts only, and dense layers and routers are built as they are;
 * FFN role: attention classes are not constructed at all (no KV registration, no rope cache, no attention backend
   needed), and every parameter outside of the FFN modules goes to the meta device as it is registered.
 
@@ -20,12 +20,17 @@ from typing import TYPE_CHECKING, Any
 from afd_patch import boundaries
 from afd_patch.patch_manager import Patch, host
 from afd_patch.patches.model_build import ModelBuild
+from afd_patch.patches.routed_build import RoutedBuild
 
 if TYPE_CHECKING:
     from afd_patch.config import AFDConfig
 
 #: The main model that is being loaded in this thread, set by ``model_load.py``.
 CURRENT_BUILD: ContextVar[ModelBuild | None] = ContextVar("afd_patch_current_build", default=None)
+
+
+#: What holds the experts of a mixture of experts, in every family.
+_ROUTED_EXPERTS = "vllm.model_executor.layers.fused_moe.routed_experts:RoutedExperts"
 
 
 def patches(config: AFDConfig) -> list[Patch]:
@@ -39,6 +44,10 @@ def patches(config: AFDConfig) -> list[Patch]:
             *(_constructor(name, _attention_module, "the FFN role has no attention") for name in table.attention),
         )
     }
+    if config.gate == config.role == "attention":
+        layer_patches[_ROUTED_EXPERTS] = _constructor(
+            _ROUTED_EXPERTS, _routed_experts, "the attention role runs the router and has no experts"
+        )
     return [
         *layer_patches.values(),
         Patch(
@@ -84,6 +93,14 @@ def _ffn_module(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> None:
     if build is None or not build.inside_layer:
         return wrapped(*args, **kwargs)
     with build.ffn_module(instance):
+        return wrapped(*args, **kwargs)
+
+
+def _routed_experts(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> None:
+    build = CURRENT_BUILD.get()
+    if not isinstance(build, RoutedBuild) or not build.inside_layer:
+        return wrapped(*args, **kwargs)
+    with build.routed_experts(instance):
         return wrapped(*args, **kwargs)
 
 

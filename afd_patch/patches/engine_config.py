@@ -25,6 +25,12 @@ ADDITIONAL_CONFIG_KEY = "afd_patch"
 #: True while the FFN role configures its worker; everybody else who asks for a configuration wants an engine.
 FOR_FFN_RUNNER: ContextVar[bool] = ContextVar("afd_patch_for_ffn_runner", default=False)
 
+#: Ops with a hand-off, by where the router runs. On GPUs, vLLM's op around a mixture of experts has ours inside.
+_HAND_OFFS = {
+    "ffn": ("afd_patch::remote_ffn",),
+    "attention": ("afd_patch::remote_experts", "vllm::moe_forward", "vllm::moe_forward_shared"),
+}
+
 #: Loaders that were tried with both roles.
 LOAD_FORMATS = ("auto", "hf", "safetensors", "dummy")
 #: Strategies of the safetensors loader that read the tensors of the other role too.
@@ -80,12 +86,12 @@ def prepare(config: AFDConfig, vllm_config: Any) -> None:
     compilation = vllm_config.compilation_config
     if config.role == "attention" and compilation.splitting_ops:
         # Graph pieces end before the hand-off and start after it.
-        compilation.splitting_ops = [*compilation.splitting_ops, "afd_patch::remote_ffn"]
+        compilation.splitting_ops = [*compilation.splitting_ops, *_HAND_OFFS[config.gate]]
 
 
 def check_supported(config: AFDConfig, vllm_config: Any, boundary: Boundary) -> None:
     """Raise ``UnsupportedError`` with every reason why this role cannot run ``vllm_config``."""
-    reasons = [*_refusals(config, vllm_config), *boundary.refusals(vllm_config)]
+    reasons = [*_refusals(config, vllm_config), *boundary.refusals(vllm_config, config.gate)]
     if reasons:
         raise UnsupportedError(
             f"{vllm_config.model_config.hf_config.architectures[0]} cannot run in the {config.role} role like this: "
@@ -108,8 +114,6 @@ def _refusals(config: AFDConfig, vllm_config: Any) -> Iterator[str]:
         yield "--enable-eplb moves experts between ranks that the other role cannot see; leave it out"
     if parallel.enable_dbo:
         yield "--enable-dbo is not supported yet; leave it out"
-    if config.gate == "attention":
-        yield "AFD_GATE=attention is not supported yet; use AFD_GATE=ffn"
     if vllm_config.load_config.load_format not in LOAD_FORMATS:
         yield (
             f"--load-format {vllm_config.load_config.load_format} was not tried with split roles; "

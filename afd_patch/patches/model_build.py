@@ -20,6 +20,7 @@ from afd_patch.patches.coverage import WriteCounter, incomplete_parameters, miss
 
 if TYPE_CHECKING:
     from afd_patch.boundaries import Boundary, OwnedBy
+    from afd_patch.identity import Identity
     from afd_patch.patches.readahead import TensorFiles
 
 _LAYER_NAME = re.compile(r"(?:^|\.)layers\.(\d+)$")
@@ -31,8 +32,11 @@ class ModelBuild:
     ``files`` are those that are being read, where the loader says so.
     """
 
-    def __init__(self, role: str, boundary: Boundary, vllm_config: Any, reply_dtype: torch.dtype) -> None:
-        refusals = list(boundary.refusals(vllm_config))
+    #: Where the router runs.
+    gate = "ffn"
+
+    def __init__(self, role: str, boundary: Boundary, vllm_config: Any, identity: Identity) -> None:
+        refusals = list(boundary.refusals(vllm_config, self.gate))
         if refusals:
             raise UnsupportedError(
                 f"{vllm_config.model_config.hf_config.architectures[0]} cannot run in the {role} role like this: "
@@ -41,9 +45,12 @@ class ModelBuild:
         self.role = role
         self.boundary = boundary
         self.vllm_config = vllm_config
-        self.reply_dtype = reply_dtype
+        self.reply_dtype: torch.dtype = getattr(torch, identity.reply_dtype)
+        self.request_columns = identity.request_columns
         self.num_layers: int = vllm_config.model_config.hf_text_config.num_hidden_layers
         self.constructing = False
+        #: How many layers hand over rows.
+        self.crossing = self.num_layers
         self.layers: dict[int, nn.Module] = {}
         self.files: TensorFiles | None = None
         self._owners: dict[str, OwnedBy] = {}
@@ -88,7 +95,7 @@ class ModelBuild:
                 with torch.device("meta"):
                     yield
                 # Native code may name a device itself; what it allocated goes away with the constructor.
-                _parameters_to_meta(module)
+                parameters_to_meta(module)
             else:
                 yield
         finally:
@@ -157,16 +164,20 @@ class ModelBuild:
             stand_ins.update({id(module): make_nothing(module, number) for module in others})
             for attribute, module in parts.items():
                 setattr(parents[id(module)], attribute, stand_ins[id(module)])
-        _replace_in_lists(model, stand_ins, removed)
-        _take_back_registrations(self.vllm_config, removed)
+        replace_in_lists(model, stand_ins, removed)
+        take_back_registrations(self.vllm_config, removed)
 
     def _keep_ffn_only(self, model: nn.Module, native: dict[int, dict[str, nn.Module]]) -> None:
-        from vllm.model_executor.models.utils import PPMissingLayer
-
         for number, parts in native.items():
             summands = list(parts.values())
             self.layers[number] = summands[0] if len(summands) == 1 else Sum(summands)
-        kept = {id(part) for module in _modules(native) for part in module.modules()}
+        self._keep_only(model, _modules(native))
+
+    def _keep_only(self, model: nn.Module, modules: list[nn.Module]) -> None:
+        """Leave ``modules`` in ``model``, and what leads to them; nothing else keeps a parameter."""
+        from vllm.model_executor.models.utils import PPMissingLayer
+
+        kept = {id(part) for module in modules for part in module.modules()}
         on_path = {id(module) for module in model.modules() if any(id(part) in kept for part in module.modules())}
         removed: set[int] = set()
         for module in list(model.modules()):
@@ -180,7 +191,7 @@ class ModelBuild:
                 if child is not None and id(child) not in on_path:
                     removed |= {id(part) for part in child.modules()}
                     setattr(module, name, PPMissingLayer())
-        _take_back_registrations(self.vllm_config, removed - kept)
+        take_back_registrations(self.vllm_config, removed - kept)
 
     # -- while weights are loaded --------------------------------------------------------------------------------
 
@@ -188,8 +199,11 @@ class ModelBuild:
         """Whether the checkpoint tensor ``name`` is left to the other role; counts each name once."""
         owner = self._owners.get(name)
         if owner is None:
-            owner = self._owners[name] = self.boundary.weights.owner(name, self.num_layers)
+            owner = self._owners[name] = self._owner(name)
         return owner != self.role
+
+    def _owner(self, name: str) -> OwnedBy:
+        return self.boundary.weights.owner(name, self.num_layers)
 
     @contextmanager
     def loading(self, model: nn.Module) -> Iterator[None]:
@@ -218,15 +232,17 @@ class ModelBuild:
 
     def check_ownership(self, model: nn.Module) -> None:
         """Raise ``WeightError`` if the model holds a parameter that is not this role's, or one without storage."""
-        own = {id(p) for module in self.layers.values() for p in module.parameters()}
-        foreign = [
-            name for name, parameter in model.named_parameters() if (id(parameter) in own) != (self.role == "ffn")
-        ]
+        foreign = self._foreign(model)
         if foreign:
             raise WeightError(f"the {self.role} role holds parameters that are not its own: {', '.join(foreign[:8])}")
         empty = [name for name, parameter in model.named_parameters() if parameter.is_meta]
         if empty:
             raise WeightError(f"the {self.role} role holds parameters without storage: {', '.join(empty[:8])}")
+
+    def _foreign(self, model: nn.Module) -> list[str]:
+        """Names of the parameters of ``model`` that belong to the other role."""
+        own = {id(p) for module in self.layers.values() for p in module.parameters()}
+        return [name for name, parameter in model.named_parameters() if (id(parameter) in own) != (self.role == "ffn")]
 
     def forget_missing_layers(self, model: nn.Module) -> None:
         """Drop vLLM's list of the layers that this model leaves out.
@@ -263,7 +279,7 @@ def _on_meta(parameter: nn.Parameter) -> nn.Parameter:
     return nn.Parameter(torch.empty_like(parameter, device="meta"), requires_grad=False)
 
 
-def _parameters_to_meta(module: nn.Module) -> None:
+def parameters_to_meta(module: nn.Module) -> None:
     """Parameters only: buffers may be shared with other modules."""
     for part in module.modules():
         for name, parameter in part._parameters.items():
@@ -271,7 +287,7 @@ def _parameters_to_meta(module: nn.Module) -> None:
                 part._parameters[name] = _on_meta(parameter)
 
 
-def _replace_in_lists(model: nn.Module, stand_ins: dict[int, nn.Module], removed: set[int]) -> None:
+def replace_in_lists(model: nn.Module, stand_ins: dict[int, nn.Module], removed: set[int]) -> None:
     """Models keep plain lists of their FFN modules (``moe_mlp_layers``) and of parts of them (``moe_layers``)."""
     for module in model.modules():
         for value in vars(module).values():
@@ -281,7 +297,7 @@ def _replace_in_lists(model: nn.Module, stand_ins: dict[int, nn.Module], removed
                 ]
 
 
-def _take_back_registrations(vllm_config: Any, removed: set[int]) -> None:
+def take_back_registrations(vllm_config: Any, removed: set[int]) -> None:
     """Attention and MoE layers register themselves by name when constructed; by identity they are found again."""
     compilation = vllm_config.compilation_config
     registered = compilation.static_forward_context

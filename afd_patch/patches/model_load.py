@@ -12,15 +12,15 @@ import logging
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-import torch
-
 from afd_patch import boundaries
+from afd_patch.attention import connections
 from afd_patch.errors import PatchNotApplied
 from afd_patch.identity import identify
 from afd_patch.patch_manager import Patch, host
 from afd_patch.patches.construction import CURRENT_BUILD, patch_name
 from afd_patch.patches.engine_config import ADDITIONAL_CONFIG_KEY
 from afd_patch.patches.model_build import ModelBuild
+from afd_patch.patches.routed_build import RoutedBuild
 
 if TYPE_CHECKING:
     from afd_patch.boundaries import Boundary
@@ -56,7 +56,8 @@ def _load_model(config: AFDConfig) -> Callable[..., Any]:
         _require_agreement(config, vllm_config)
         _require_patches(boundary)
         identity = identify(vllm_config, boundary, config)
-        build = ModelBuild(config.role, boundary, vllm_config, getattr(torch, identity.reply_dtype))
+        kind = RoutedBuild if config.gate == "attention" else ModelBuild
+        build = kind(config.role, boundary, vllm_config, identity)
         connector = None
         if config.role == "attention":
             from afd_patch.attention.connect import open_connection
@@ -70,6 +71,7 @@ def _load_model(config: AFDConfig) -> Callable[..., Any]:
         build.check_ownership(model)
         build.forget_missing_layers(model)
         if connector is not None:
+            connections.note_crossing(vllm_config.compilation_config.static_forward_context, build.crossing)
             connector.wait_ready()
         else:
             _loaded[id(vllm_config)] = build
@@ -125,7 +127,7 @@ def _log_proof(config: AFDConfig, build: ModelBuild, model: Any) -> None:
         "AFD %s: vLLM %s, %d patches in effect, %s %d == layers that cross %d, foreign parameters 0, "
         "own checkpoint tensors %d, all loaded, %d left to the other role",
         config.role, vllm.__version__, applied, "proxies" if config.role == "attention" else "FFN modules",
-        len(build.layers), build.num_layers, build.tensors_loaded, build.tensors_left,
+        len(build.layers), build.crossing, build.tensors_loaded, build.tensors_left,
     )  # fmt: skip
 
 

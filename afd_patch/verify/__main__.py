@@ -15,6 +15,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from afd_patch.config import GATES
 from afd_patch.errors import AFDError, ConfigError
 from afd_patch.serve.child import ChildProcess
 from afd_patch.serve.flags import check_model
@@ -35,6 +36,7 @@ class Report:
     mismatching_tokens: int
     largest_logprob_error: float
     remote_calls: int
+    #: Those that hand over rows.
     layers: int
     stock_seconds: float
     afd_seconds: float
@@ -46,6 +48,7 @@ class Report:
             self.tokens > 0
             and self.mismatching_tokens == 0
             and self.largest_logprob_error == 0.0
+            and self.layers > 0
             and self.remote_calls > 0
             and self.remote_calls % self.layers == 0
         )
@@ -59,13 +62,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
         allow_abbrev=False,
     )
     parser.add_argument("model", metavar="MODEL")
+    parser.add_argument("--gate", choices=GATES, default=GATES[0], help="where the router runs (AFD_GATE)")
     parser.add_argument("--json", action="store_true", help="print the report as JSON and nothing else")
     # An orderly end also when asked to stop: temporary files and the FFN server go away.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     options, flags = parser.parse_known_args(arguments)
     try:
         check_model(options.model)
-        report = verify(options.model, flags, quiet=options.json)
+        report = verify(options.model, flags, gate=options.gate, quiet=options.json)
     except AFDError as error:
         print(f"afd_patch: {error}", file=sys.stderr)
         return 2
@@ -76,7 +80,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return 0 if report.exact else 1
 
 
-def verify(model: str, flags: Sequence[str], *, quiet: bool = True) -> Report:
+def verify(model: str, flags: Sequence[str], *, gate: str = GATES[0], quiet: bool = True) -> Report:
     """Run both sides; raises ``ConfigError`` with the last lines of a side that could not run."""
     threads = str(max(1, len(os.sched_getaffinity(0)) // 2))
     environment = {name: value for name, value in os.environ.items() if not name.startswith("AFD_")}
@@ -91,10 +95,12 @@ def verify(model: str, flags: Sequence[str], *, quiet: bool = True) -> Report:
         between = time.monotonic()
         _say(quiet, f"AFD: running it again, split in two ({between - started:.0f} s so far)")
         endpoint = f"unix:{folder}/ffn.sock"
-        command = [sys.executable, "-m", "afd_patch.serve", model, "--role", "ffn", "--listen", endpoint, *flags]
+        command = [sys.executable, "-m", "afd_patch.serve", model, "--role", "ffn", "--listen", endpoint]
+        command += ["--gate", gate, *flags]
         server = ChildProcess("ffn", command, environment, marker=READY, echo=False)
         try:
             split = {**environment, "AFD_ROLE": "attention", "AFD_FFN": endpoint, "AFD_CONNECT_TIMEOUT": "1800"}
+            split["AFD_GATE"] = gate
             afd = _finish(
                 "attention role", [*run, f"{folder}/afd.json", *engine], split, Path(folder, "afd.json"), server
             )

@@ -49,16 +49,18 @@ def main(out: str, flags: list[str]) -> None:
         )
     result = {
         "role": afd_patch.status()["role"],
-        "remote_calls": _remote_calls(),
-        "layers": model_config.hf_text_config.num_hidden_layers,
+        **_hand_offs(),
         "answers": answers,
     }
     Path(out).write_text(json.dumps(result))
 
 
-def _remote_calls() -> int:
+def _hand_offs() -> dict[str, int]:
+    """Calls to the FFN role, and the layers that made them."""
     connections = sys.modules.get("afd_patch.attention.connections")
-    return connections.total_calls() if connections is not None else 0
+    if connections is None:
+        return {"remote_calls": 0, "layers": 0}
+    return {"remote_calls": connections.total_calls(), "layers": connections.crossing_layers()}
 
 
 if __name__ == "__main__":

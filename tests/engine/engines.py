@@ -27,7 +27,7 @@ PROMPTS: list[Any] = [
 GREEDY: dict[str, Any] = {"temperature": 0.0, "max_tokens": 8, "logprobs": 2, "ignore_eos": True}
 
 
-def ffn_server(model: str, endpoint: str, **engine: Any) -> None:
+def ffn_server(model: str, endpoint: str, gate: str = "ffn", **engine: Any) -> None:
     """The FFN role, in this process, until SIGTERM."""
     allow_compilation(engine)
     from vllm.engine.arg_utils import EngineArgs
@@ -36,7 +36,7 @@ def ffn_server(model: str, endpoint: str, **engine: Any) -> None:
     from afd_patch.ffn.listener import Listener
     from afd_patch.ffn.main import serve
 
-    config = AFDConfig.build(role="ffn", listen=endpoint)
+    config = AFDConfig.build(role="ffn", listen=endpoint, gate=gate)
     assert config.listen is not None
     with closing(Listener(config.listen)) as listener:
         serve(config, listener, EngineArgs(model=model, **{**ENGINE, **engine}))

@@ -44,7 +44,10 @@ def refused(child: Child) -> str:
         ({"VLLM_PLUGINS": "lora_filesystem_resolver"}, "add it (VLLM_PLUGINS=lora_filesystem_resolver,afd_patch)"),
         ({}, "no FFN server answered at unix:/nowhere/ffn.sock within 1 s"),
         ({"AFD_FFN": "tcp://127.0.0.1:1"}, "no FFN server answered at tcp://127.0.0.1:1 within 1 s"),
-        ({"AFD_GATE": "attention"}, "AFD_GATE=attention is not supported yet"),
+        (
+            {"AFD_GATE": "attention"},
+            "it has no router, so with AFD_GATE=attention nothing would cross; use AFD_GATE=ffn",
+        ),
     ],
 )
 def test_settings(env: dict[str, str], expected: str, checkpoint: Callable[..., str]) -> None:

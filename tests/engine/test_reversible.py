@@ -44,7 +44,8 @@ def roles_come_and_go(endpoint: str) -> list[str]:
     before = look()
     native = forward_context.create_forward_context
     wrong: list[str] = []
-    for settings in ({"role": "attention", "ffn": endpoint}, {"role": "ffn", "listen": endpoint}) * 2:
+    roles = ({"role": "attention", "ffn": endpoint}, {"role": "ffn", "listen": endpoint})
+    for settings in (*roles, *({**role, "gate": "attention"} for role in roles), *roles):
         with afd_patch.activated(**settings):
             status = afd_patch.status()
             states = {patch["state"] for patch in status["patches"] if ".qwen3_5." not in patch["name"]}

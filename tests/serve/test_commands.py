@@ -41,14 +41,16 @@ def test_one_sentence(arguments: list[str], expected: str, model: str, tmp_path:
     assert expected in done.stderr
 
 
-def test_verify(model: str) -> None:
-    done = run("afd_patch.verify", model, "--json", *ENGINE_FLAGS, "--max-num-batched-tokens", "128")
+@pytest.mark.parametrize(("gate", "layers"), [("ffn", 4), ("attention", 3)])
+def test_verify(gate: str, layers: int, model: str) -> None:
+    done = run("afd_patch.verify", model, "--json", "--gate", gate, *ENGINE_FLAGS, "--max-num-batched-tokens", "128")
     assert done.returncode == 0, done.stderr + done.stdout
     report = json.loads(done.stdout)
     assert report["exact"] is True
     assert report["mismatching_tokens"] == 0
     assert report["largest_logprob_error"] == 0.0
-    assert report["remote_calls"] % report["layers"] == 0
+    assert report["layers"] == layers, "those that hand over rows"
+    assert report["remote_calls"] % layers == 0
     assert report["tokens"] > 400
 
 

@@ -111,11 +111,13 @@ def test_serves_and_is_taken_down_with_its_ffn(
 
 
 def test_two_side_by_side_and_their_ends(deploy: Deploy, model: str) -> None:
-    first, second = deploy(model), deploy(model, "--ffn-servers", "2")
+    first, second = deploy(model), deploy(model, "--ffn-servers", "2", "--gate", "attention")
     for served in (first, second):
         served.wait_for("ready after")
         client = openai.OpenAI(base_url=f"{served.url}/v1", api_key="none")
         assert client.completions.create(model=model, prompt="x", max_tokens=3).choices[0].text is not None
+    for served, crossing in ((first, 4), (second, 3)):
+        assert f"proxies {crossing} == layers that cross {crossing}" in served.text(), "one of four layers is dense"
     assert not set(first.sockets()) & set(second.sockets())
     assert len(second.sockets()) == 2
 

@@ -1,0 +1,134 @@
+"""Stand-ins for the experts of a mixture of experts whose router runs here (``AFD_GATE=attention``).
+
+The native MoE module, its runner and its router stay as they are. Only what holds experts gives way: the runner's
+``routed_experts``, whose ``forward_modular`` calls the op, and its ``_shared_experts``, whose result comes back with
+the same call. Scaling and adding the two is the native runner's business, so its order and precision are native.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from afd_patch.attention.op import REMOTE_EXPERTS
+from afd_patch.attention.proxy import make_stand_in
+
+#: What native code reads of ``RoutedExperts`` besides plain values.
+_KEPT = ("moe_config", "activation", "expert_map_manager")
+
+
+class RemoteQuantMethod:
+    """What the native runner asks the quantisation method of its experts.
+
+    It is none of vLLM's own, so that nothing prepares weights that are not here. The answers are the native ones, but
+    for ``topk_indices_dtype``: numbers of experts cross as int32, and the FFN role converts them for its kernel.
+    """
+
+    moe_kernel = None
+    is_monolithic = False
+    topk_indices_dtype = torch.int32
+
+    def __init__(self, native: Any) -> None:
+        self.has_unpadded_output: bool = native.has_unpadded_output
+        self.skip_forward_padding: bool = native.skip_forward_padding
+        self.mk_can_overlap_shared_experts: bool = native.mk_can_overlap_shared_experts
+        self.supports_internal_mk: bool = native.supports_internal_mk
+        self.supports_eplb: bool = native.supports_eplb
+        self.method_name: str = native.method_name
+
+
+class RemoteExperts:
+    """The behaviour of the stand-in for ``RoutedExperts``; mixed in front of the native class."""
+
+    afd_layer: int
+    afd_reply_dtype: torch.dtype
+    afd_reply_columns: int
+
+    def _ensure_moe_quant_config_init(self) -> None:
+        """There are no weights whose format could matter."""
+
+    def forward_modular(
+        self,
+        x: torch.Tensor,
+        topk_weights: torch.Tensor,
+        topk_ids: torch.Tensor,
+        shared_experts: Any = None,
+        shared_experts_input: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """What the routed experts make of ``x`` ``[tokens, hidden]``, in its dtype.
+
+        Hands the result of the shared experts to ``shared_experts``, where there are any.
+        """
+        out = torch.empty((x.shape[0], self.afd_reply_columns), dtype=self.afd_reply_dtype, device=x.device)
+        REMOTE_EXPERTS(x, topk_weights, topk_ids, out, self.afd_layer)
+        # A compiler that fuses what follows leaves this conversion out, as it does in the stock graph.
+        out = out.to(x.dtype)
+        if shared_experts is None:
+            return out
+        hidden = x.shape[1]
+        shared_experts.afd_keep(out[:, hidden:])
+        return out[:, :hidden]
+
+    def extra_repr(self) -> str:
+        return f"layer={self.afd_layer}"
+
+
+class RemoteSharedExperts:
+    """The stand-in for the runner's ``SharedExperts``: what the call of the routed experts brought along.
+
+    ``output`` is the native property, over the native list.
+    """
+
+    afd_layer: int
+    _output: list[torch.Tensor | None]
+    _output_idx: int
+
+    def maybe_forward_async(self, shared_experts_input: torch.Tensor) -> bool:
+        return False
+
+    def forward(self, shared_experts_input: torch.Tensor, order: Any) -> None:
+        return None
+
+    def afd_keep(self, shared: torch.Tensor) -> None:
+        self._output[self._output_idx] = shared
+
+    def extra_repr(self) -> str:
+        return f"layer={self.afd_layer}"
+
+
+class Elsewhere:
+    """A stand-in for a module that only the FFN role runs, as a part of something that has a stand-in of its own."""
+
+    afd_layer: int
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        raise AssertionError(f"layer {self.afd_layer}: {type(self).__name__} runs in the FFN role")
+
+    def extra_repr(self) -> str:
+        return f"layer={self.afd_layer}"
+
+
+def make_remote_experts(native: nn.Module, layer: int, reply_dtype: torch.dtype, reply_columns: int) -> nn.Module:
+    """A stand-in for the ``RoutedExperts`` of decoder layer ``layer``; results arrive as ``reply_dtype``."""
+    stand_in = make_stand_in(native, RemoteExperts, layer)
+    stand_in.afd_reply_dtype = reply_dtype
+    stand_in.afd_reply_columns = reply_columns
+    stand_in.quant_method = RemoteQuantMethod(native.quant_method)
+    for name in _KEPT:
+        if hasattr(native, name):
+            setattr(stand_in, name, getattr(native, name))
+    return stand_in
+
+
+def make_remote_shared(native: nn.Module, layer: int) -> nn.Module:
+    """A stand-in for the ``SharedExperts`` of decoder layer ``layer``."""
+    stand_in = make_stand_in(native, RemoteSharedExperts, layer)
+    stand_in._output = [None, None]
+    return stand_in
+
+
+def make_elsewhere(native: nn.Module, layer: int) -> nn.Module:
+    """A stand-in for ``native``, which nothing calls in the attention role."""
+    return make_stand_in(native, Elsewhere, layer)
