@@ -43,7 +43,6 @@ class RemoteExperts:
     """The behaviour of the stand-in for ``RoutedExperts``; mixed in front of the native class."""
 
     afd_layer: int
-    afd_reply_dtype: torch.dtype
     afd_reply_columns: int
 
     def _ensure_moe_quant_config_init(self) -> None:
@@ -61,10 +60,8 @@ class RemoteExperts:
 
         Hands the result of the shared experts to ``shared_experts``, where there are any.
         """
-        out = torch.empty((x.shape[0], self.afd_reply_columns), dtype=self.afd_reply_dtype, device=x.device)
+        out = torch.empty((x.shape[0], self.afd_reply_columns), dtype=x.dtype, device=x.device)
         REMOTE_EXPERTS(x, topk_weights, topk_ids, out, self.afd_layer)
-        # A compiler that fuses what follows leaves this conversion out, as it does in the stock graph.
-        out = out.to(x.dtype)
         if shared_experts is None:
             return out
         hidden = x.shape[1]
@@ -110,10 +107,9 @@ class Elsewhere:
         return f"layer={self.afd_layer}"
 
 
-def make_remote_experts(native: nn.Module, layer: int, reply_dtype: torch.dtype, reply_columns: int) -> nn.Module:
-    """A stand-in for the ``RoutedExperts`` of decoder layer ``layer``; results arrive as ``reply_dtype``."""
+def make_remote_experts(native: nn.Module, layer: int, reply_columns: int) -> nn.Module:
+    """A stand-in for the ``RoutedExperts`` of decoder layer ``layer``; results have ``reply_columns`` columns."""
     stand_in = make_stand_in(native, RemoteExperts, layer)
-    stand_in.afd_reply_dtype = reply_dtype
     stand_in.afd_reply_columns = reply_columns
     stand_in.quant_method = RemoteQuantMethod(native.quant_method)
     for name in _KEPT:

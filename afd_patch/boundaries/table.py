@@ -87,7 +87,7 @@ class Router:
     checkpoints. ``top_k`` and ``shared`` are fields of the model's configuration: the experts per row, and what is
     true where there are shared experts that the native runner adds to the routed ones. ``always_shared``: there are,
     whatever the configuration says. ``gated_shared``: the shared experts end in a product with a gate of their own,
-    which a compiler fuses with the addition that follows it, without rounding in between.
+    which a compiler fuses with what follows it.
     """
 
     names: tuple[str, ...] = ("gate",)
@@ -167,9 +167,7 @@ class Boundary:
 
     def reply_is_unrounded(self, gate: str) -> bool:
         """Whether what a compiled FFN ends in is fused with what follows it, so that results cross as float32."""
-        if gate == "ffn" or self.router is None:
-            return self.ends_in_sum
-        return self.router.gated_shared or bool(self.ffn_summands)
+        return gate == "ffn" and self.ends_in_sum
 
     def own_gate(self, dense_layers: Iterable[int]) -> OwnGate:
         """What the attention role has of the FFN with ``AFD_GATE=attention``, when ``dense_layers`` are no MoE."""
@@ -202,9 +200,27 @@ class Boundary:
                 "compiled, its router reads rows before they are rounded, and rows cross rounded; add --enforce-eager, "
                 "or use AFD_GATE=attention"
             )
+        if (
+            gate == "attention"
+            and getattr(mode, "name", "") in _TRACED_AS_A_WHOLE
+            and self._ends_elsewhere(vllm_config)
+        ):
+            yield (
+                "compiled, its shared experts end in an operation that is fused with the ones behind it, which the "
+                "other role runs; add --enforce-eager, or use AFD_GATE=ffn"
+            )
         quantization = vllm_config.model_config.quantization
         if quantization in self.refused_quantization:
             yield (
                 f"the native loader of {quantization} weights asks every layer for the format of its experts, which "
                 "only the FFN role has; use another quantization"
             )
+
+    def _ends_elsewhere(self, vllm_config: Any) -> bool:
+        """Whether the FFN role of a model with ``AFD_GATE=attention`` ends in more than kernels of its own.
+
+        A compiler sums up the squares for the norm behind it in an order that depends on what it has fused before.
+        """
+        router, config = self.router, vllm_config.model_config.hf_text_config
+        gated = router is not None and router.gated_shared and router.has_shared(config)
+        return gated or bool(self.ffn_summands)

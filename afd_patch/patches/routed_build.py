@@ -126,7 +126,7 @@ class RoutedBuild(ModelBuild):
         removed: set[int] = set()
         for number, (block, runner, others) in self._sparse_layers(native).items():
             experts, shared = runner.routed_experts, runner._shared_experts
-            stand_in = make_remote_experts(experts, number, self.reply_dtype, self._reply_columns)
+            stand_in = make_remote_experts(experts, number, self._reply_columns)
             runner.routed_experts = self.layers[number] = stand_in
             gone = list(experts.modules())
             if shared is not None:

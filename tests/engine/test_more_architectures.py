@@ -157,14 +157,17 @@ def test_sparse_attention_as_it_is(
 
 
 def reasons(
-    architecture: str, mode: str = "NONE", quantization: str | None = None, multimodal: Any = None
-) -> list[str]:
+    architecture: str, mode: str = "NONE", quantization: str | None = None, multimodal: Any = None, gate: str = "ffn",
+    **config: Any,
+) -> list[str]:  # fmt: skip
     """Why ``architecture`` is refused in a compilation mode, with a quantisation and with other modalities."""
     vllm_config = SimpleNamespace(
-        model_config=SimpleNamespace(quantization=quantization, multimodal_config=multimodal),
+        model_config=SimpleNamespace(
+            quantization=quantization, multimodal_config=multimodal, hf_text_config=SimpleNamespace(**config)
+        ),
         compilation_config=SimpleNamespace(mode=SimpleNamespace(name=mode)),
     )
-    return list(boundaries.find(architecture).refusals(vllm_config))
+    return list(boundaries.find(architecture).refusals(vllm_config, gate))
 
 
 def test_a_loader_that_needs_experts_is_refused() -> None:
@@ -186,7 +189,26 @@ def test_other_modalities_are_refused() -> None:
 @pytest.mark.parametrize("architecture", ["Glm4MoeForCausalLM", "Ernie4_5_MoeForCausalLM", "MiniMaxM2ForCausalLM"])
 def test_a_gate_that_reads_unrounded_rows_is_refused(architecture: str) -> None:
     assert not reasons(architecture)
-    assert "--enforce-eager" in reasons(architecture, "DYNAMO_TRACE_ONCE")[0]
+    assert "--enforce-eager, or use AFD_GATE=attention" in reasons(architecture, "DYNAMO_TRACE_ONCE")[0]
+    assert not reasons(architecture, "DYNAMO_TRACE_ONCE", gate="attention"), "there it reads them as stock vLLM does"
+
+
+@pytest.mark.parametrize(
+    ("architecture", "config"),
+    [
+        ("Qwen2MoeForCausalLM", {"shared_expert_intermediate_size": 64}),
+        ("Qwen3MoeForCausalLM", {"shared_expert_intermediate_size": 64}),
+        ("Qwen3NextForCausalLM", {"shared_expert_intermediate_size": 64}),
+        ("Qwen3_5MoeForCausalLM", {"shared_expert_intermediate_size": 64}),
+        ("Step3TextForCausalLM", {}),
+    ],
+)
+def test_an_end_that_is_fused_with_the_other_role_is_refused(architecture: str, config: dict[str, Any]) -> None:
+    assert not reasons(architecture, "NONE", gate="attention", **config)
+    assert not reasons(architecture, "DYNAMO_TRACE_ONCE", gate="ffn", **config)
+    (sentence,) = reasons(architecture, "DYNAMO_TRACE_ONCE", gate="attention", **config)
+    assert sentence.endswith("add --enforce-eager, or use AFD_GATE=ffn")
+    assert not reasons("Qwen3MoeForCausalLM", "DYNAMO_TRACE_ONCE", gate="attention"), "it has no shared expert"
 
 
 @pytest.mark.parametrize(
