@@ -105,7 +105,7 @@ def identify(vllm_config: Any, boundary: Boundary, config: AFDConfig) -> Identit
     compiled = vllm_config.compilation_config.mode != CompilationMode.NONE
     dtype = str(model_config.dtype).removeprefix("torch.")
     traced = traced_as_a_whole(vllm_config)
-    request, reply = boundary.columns(model_config.hf_text_config, config.gate, model_config.dtype.itemsize)
+    request, reply = boundary.columns(model_config.hf_text_config, config.gate, compiled, model_config.dtype.itemsize)
     return Identity(
         vllm=vllm.__version__,
         model=_digest(_config_content(model_config)),
@@ -114,7 +114,9 @@ def identify(vllm_config: Any, boundary: Boundary, config: AFDConfig) -> Identit
         boundary=boundary.family,
         gate=config.gate,
         dtype=dtype,
-        reply_dtype="float32" if traced and boundary.reply_is_unrounded(config.gate) else dtype,
+        reply_dtype="float32"
+        if traced and boundary.reply_is_unrounded(model_config.hf_text_config, config.gate)
+        else dtype,
         hidden_size=int(model_config.hf_text_config.hidden_size),
         request_columns=request,
         reply_columns=reply,

@@ -139,8 +139,25 @@ def test_dense_layers_are_those_without_a_router() -> None:
 def test_columns(architecture: str, config: dict[str, object], itemsize: int, expected: tuple[int, int]) -> None:
     table = boundaries.find(architecture)
     given = SimpleNamespace(hidden_size=64, **config)
-    assert table.columns(given, "attention", itemsize) == expected
-    assert table.columns(given, "ffn", itemsize) == (64, 64)
+    assert table.columns(given, "attention", False, itemsize) == expected
+    assert table.columns(given, "attention", True, itemsize) == expected
+    assert table.columns(given, "ffn", False, itemsize) == (64, 64)
+
+
+@pytest.mark.parametrize(
+    ("architecture", "config", "reply", "unrounded"),
+    [
+        ("DeepseekV3ForCausalLM", {"n_shared_experts": 1}, 128, False),
+        ("DeepseekV3ForCausalLM", {"n_shared_experts": None}, 64, True),
+        ("Qwen2MoeForCausalLM", {"shared_expert_intermediate_size": 8}, 64, True),
+        ("MixtralForCausalLM", {}, 64, False),
+    ],
+)
+def test_sums_of_a_compiled_ffn(architecture: str, config: dict[str, object], reply: int, unrounded: bool) -> None:
+    table = boundaries.find(architecture)
+    given = SimpleNamespace(hidden_size=64, **config)
+    assert table.columns(given, "ffn", True, 2) == (64, reply)
+    assert table.reply_is_unrounded(given, "ffn") is unrounded
 
 
 def test_an_architecture_without_a_table() -> None:

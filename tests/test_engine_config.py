@@ -111,7 +111,11 @@ def test_a_router_in_the_attention_role_needs_a_router() -> None:
 def test_graphs_are_split_at_the_hand_off_where_they_are_split_at_all() -> None:
     pieces = vllm_config(compilation_config__splitting_ops=["vllm::unified_attention"])
     prepare(ATTENTION, pieces)
-    assert pieces.compilation_config.splitting_ops == ["vllm::unified_attention", "afd_patch::remote_ffn"]
+    assert pieces.compilation_config.splitting_ops == [
+        "vllm::unified_attention",
+        "afd_patch::remote_ffn",
+        "afd_patch::remote_summands",
+    ]
     routed = vllm_config(compilation_config__splitting_ops=["vllm::unified_attention"])
     prepare(ROUTER, routed)
     assert routed.compilation_config.splitting_ops[1:] == [

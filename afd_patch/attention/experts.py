@@ -1,4 +1,4 @@
-"""Stand-ins for the experts of a mixture of experts whose router runs here (``AFD_GATE=attention``).
+"""Stand-ins for the experts of a mixture of experts whose native runner stays in the attention role.
 
 The native MoE module, its runner and its router stay as they are. Only what holds experts gives way: the runner's
 ``routed_experts``, whose ``forward_modular`` calls the op, and its ``_shared_experts``, whose result comes back with
@@ -7,12 +7,13 @@ the same call. Scaling and adding the two is the native runner's business, so it
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import nn
 
-from afd_patch.attention.op import REMOTE_EXPERTS
+from afd_patch.attention.op import REMOTE_EXPERTS, REMOTE_SUMMANDS
 from afd_patch.attention.proxy import make_stand_in
 
 #: What native code reads of ``RoutedExperts`` besides plain values.
@@ -43,7 +44,6 @@ class RemoteExperts:
     """The behaviour of the stand-in for ``RoutedExperts``; mixed in front of the native class."""
 
     afd_layer: int
-    afd_reply_columns: int
 
     def _ensure_moe_quant_config_init(self) -> None:
         """There are no weights whose format could matter."""
@@ -60,16 +60,25 @@ class RemoteExperts:
 
         Hands the result of the shared experts to ``shared_experts``, where there are any.
         """
-        out = torch.empty((x.shape[0], self.afd_reply_columns), dtype=x.dtype, device=x.device)
-        REMOTE_EXPERTS(x, topk_weights, topk_ids, out, self.afd_layer)
-        if shared_experts is None:
-            return out
-        hidden = x.shape[1]
-        shared_experts.afd_keep(out[:, hidden:])
-        return out[:, :hidden]
+        routed, shared = torch.empty_like(x), None if shared_experts is None else torch.empty_like(x)
+        REMOTE_EXPERTS(x, topk_weights, topk_ids, routed, shared, self.afd_layer)
+        if shared is not None:
+            shared_experts.afd_keep(shared)
+        return routed
 
     def extra_repr(self) -> str:
         return f"layer={self.afd_layer}"
+
+
+def remote_summands(layer: int) -> Callable[..., tuple[torch.Tensor, torch.Tensor]]:
+    """What a native runner calls instead of its own ``_forward_impl`` when router and experts are remote."""
+
+    def forward_entry(hidden_states: torch.Tensor, *_: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        routed, shared = torch.empty_like(hidden_states), torch.empty_like(hidden_states)
+        REMOTE_SUMMANDS(hidden_states, routed, shared, layer)
+        return shared, routed
+
+    return forward_entry
 
 
 class RemoteSharedExperts:
@@ -107,10 +116,9 @@ class Elsewhere:
         return f"layer={self.afd_layer}"
 
 
-def make_remote_experts(native: nn.Module, layer: int, reply_columns: int) -> nn.Module:
-    """A stand-in for the ``RoutedExperts`` of decoder layer ``layer``; results have ``reply_columns`` columns."""
+def make_remote_experts(native: nn.Module, layer: int) -> nn.Module:
+    """A stand-in for the ``RoutedExperts`` of decoder layer ``layer``."""
     stand_in = make_stand_in(native, RemoteExperts, layer)
-    stand_in.afd_reply_columns = reply_columns
     stand_in.quant_method = RemoteQuantMethod(native.quant_method)
     for name in _KEPT:
         if hasattr(native, name):

@@ -27,7 +27,8 @@ def identity(hidden: int, max_rows: int, layers: int = 1) -> Identity:
     """What both sides of a benchmark without a model announce."""
     return Identity(
         vllm="bench", model="bench", weights="bench", architecture="Bench", boundary="bench", gate="ffn",
-        dtype="bfloat16", reply_dtype="bfloat16", hidden_size=hidden, layers=layers, compiled=False, max_rows=max_rows,
+        dtype="bfloat16", reply_dtype="bfloat16", hidden_size=hidden, request_columns=hidden, reply_columns=hidden,
+        layers=layers, compiled=False, max_rows=max_rows,
     )  # fmt: skip
 
 

@@ -27,7 +27,7 @@ DEEPSEEK_V2 = Boundary(
     ffn_attribute="mlp",
     dense=(f"{_MODULE}:DeepseekV2MLP",),
     moe=(f"{_MODULE}:DeepseekV2MoE",),
-    router=Router(shared="n_shared_experts"),
+    router=Router(shared="n_shared_experts", in_runner=True),
     attention=(
         f"{_MODULE}:DeepseekAttention",
         f"{_MODULE}:DeepseekV2Attention",

@@ -87,7 +87,8 @@ class Router:
     checkpoints. ``top_k`` and ``shared`` are fields of the model's configuration: the experts per row, and what is
     true where there are shared experts that the native runner adds to the routed ones. ``always_shared``: there are,
     whatever the configuration says. ``gated_shared``: the shared experts end in a product with a gate of their own,
-    which a compiler fuses with what follows it.
+    which a compiler fuses with what follows it. ``in_runner``: the native runner has the router, so rows are all that
+    it is given.
     """
 
     names: tuple[str, ...] = ("gate",)
@@ -95,6 +96,7 @@ class Router:
     shared: str = ""
     always_shared: bool = False
     gated_shared: bool = False
+    in_runner: bool = False
 
     def experts_per_row(self, config: Any) -> int:
         return int(getattr(config, self.top_k, None) or 0)
@@ -153,21 +155,33 @@ class Boundary:
         """Every class whose construction is intercepted."""
         return (self.decoder, *self.ffn, *self.attention)
 
-    def columns(self, config: Any, gate: str, itemsize: int) -> tuple[int, int]:
+    def summands_cross(self, config: Any, gate: str, compiled: bool) -> bool:
+        """Whether routed and shared results cross apart although the router is in the FFN role.
+
+        A compiler fuses their sum with what follows it, in a way that depends on how many buffers it reads.
+        """
+        router = self.router
+        if gate != "ffn" or not compiled or not self.ends_in_sum or router is None:
+            return False
+        return router.in_runner and not router.gated_shared and router.has_shared(config)
+
+    def columns(self, config: Any, gate: str, compiled: bool, itemsize: int) -> tuple[int, int]:
         """Elements of a row there and back; ``config`` is the model's, ``itemsize`` is of an element of the rows.
 
         With the router in the attention role, the weight (float32) and number (int32) of each chosen expert cross
         beside a row, and routed and shared results come back side by side, because the attention role adds them.
         """
         hidden = int(config.hidden_size)
+        if self.summands_cross(config, gate, compiled):
+            return hidden, 2 * hidden
         if gate == "ffn" or self.router is None:
             return hidden, hidden
         routing = 2 * self.router.experts_per_row(config) * 4 // itemsize
         return hidden + routing, hidden * (2 if self.router.has_shared(config) else 1)
 
-    def reply_is_unrounded(self, gate: str) -> bool:
+    def reply_is_unrounded(self, config: Any, gate: str) -> bool:
         """Whether what a compiled FFN ends in is fused with what follows it, so that results cross as float32."""
-        return gate == "ffn" and self.ends_in_sum
+        return gate == "ffn" and self.ends_in_sum and not self.summands_cross(config, gate, True)
 
     def own_gate(self, dense_layers: Iterable[int]) -> OwnGate:
         """What the attention role has of the FFN with ``AFD_GATE=attention``, when ``dense_layers`` are no MoE."""

@@ -51,6 +51,7 @@ class RetryingConnector:
         self._closed = False
         self._log_limit = LogLimit(PROGRESS)
         self.calls = 0
+        self.reply_columns = identity.reply_columns
         self.repeats = 0
 
     def connect(self) -> None:

@@ -152,6 +152,9 @@ class ModelBuild:
             parts[attribute] = module
         return parts
 
+    def _is_moe(self, module: nn.Module) -> bool:
+        return type(module).__name__ in [name.partition(":")[2] for name in self.boundary.moe]
+
     def _swap_ffn(self, model: nn.Module, native: dict[int, dict[str, nn.Module]]) -> None:
         from afd_patch.attention.proxy import make_nothing, make_remote
 

@@ -21,10 +21,12 @@ from afd_patch.patches.construction import CURRENT_BUILD, patch_name
 from afd_patch.patches.engine_config import ADDITIONAL_CONFIG_KEY
 from afd_patch.patches.model_build import ModelBuild
 from afd_patch.patches.routed_build import RoutedBuild
+from afd_patch.patches.summed_build import SummedBuild
 
 if TYPE_CHECKING:
     from afd_patch.boundaries import Boundary
     from afd_patch.config import AFDConfig
+    from afd_patch.identity import Identity
 
 logger = logging.getLogger("vllm.afd_patch")
 
@@ -56,8 +58,7 @@ def _load_model(config: AFDConfig) -> Callable[..., Any]:
         _require_agreement(config, vllm_config)
         _require_patches(boundary)
         identity = identify(vllm_config, boundary, config)
-        kind = RoutedBuild if config.gate == "attention" else ModelBuild
-        build = kind(config.role, boundary, vllm_config, identity)
+        build = _build_class(config, identity)(config.role, boundary, vllm_config, identity)
         connector = None
         if config.role == "attention":
             from afd_patch.attention.connect import open_connection
@@ -79,6 +80,12 @@ def _load_model(config: AFDConfig) -> Callable[..., Any]:
         return model
 
     return load_model
+
+
+def _build_class(config: AFDConfig, identity: Identity) -> type[ModelBuild]:
+    if config.gate == "attention":
+        return RoutedBuild
+    return ModelBuild if identity.reply_columns == identity.hidden_size else SummedBuild
 
 
 def is_draft(vllm_config: Any, model_config: Any) -> bool:

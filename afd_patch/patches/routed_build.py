@@ -31,7 +31,6 @@ class RoutedBuild(ModelBuild):
         super().__init__(role, boundary, vllm_config, identity)
         assert boundary.router is not None, "refused by the boundary table"
         self._router_names = boundary.router.names
-        self._moe_classes = [name.partition(":")[2] for name in boundary.moe]
         self._own_gate = boundary.own_gate(())
         self._hidden = identity.hidden_size
         self._reply_columns = identity.reply_columns
@@ -102,9 +101,6 @@ class RoutedBuild(ModelBuild):
         finally:
             self._ffn_depth -= 1
 
-    def _is_moe(self, module: nn.Module) -> bool:
-        return type(module).__name__ in self._moe_classes
-
     def _router_modules(self, block: nn.Module) -> list[nn.Module]:
         return [child for name, child in block.named_children() if name in self._router_names]
 
@@ -126,7 +122,7 @@ class RoutedBuild(ModelBuild):
         removed: set[int] = set()
         for number, (block, runner, others) in self._sparse_layers(native).items():
             experts, shared = runner.routed_experts, runner._shared_experts
-            stand_in = make_remote_experts(experts, number, self._reply_columns)
+            stand_in = make_remote_experts(experts, number)
             runner.routed_experts = self.layers[number] = stand_in
             gone = list(experts.modules())
             if shared is not None:
