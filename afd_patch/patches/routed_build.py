@@ -22,6 +22,20 @@ if TYPE_CHECKING:
     from afd_patch.identity import Identity
 
 
+#: What is used of vLLM's ``MoERunner`` and of its ``SharedExperts``.
+_RUNNER = (
+    "gate",
+    "router",
+    "routed_experts",
+    "_shared_experts",
+    "_forward_impl",
+    "moe_config",
+    "routed_input_transform",
+    "routed_output_transform",
+)
+_SHARED = ("_layer", "_output", "_output_idx", "maybe_forward_async")
+
+
 class RoutedBuild(ModelBuild):
     """``layers`` are those with a mixture of experts: stand-ins, or what computes their experts."""
 
@@ -173,7 +187,11 @@ class RoutedBuild(ModelBuild):
         if len(runners) != 1:
             raise self._refusal(number, f"{type(block).__name__} has {len(runners)} runners of experts, not one")
         (runner,) = runners
-        shared = runner._shared_experts
+        lacking = [name for name in _RUNNER if not hasattr(runner, name)]
+        shared = getattr(runner, "_shared_experts", None)
+        lacking += [name for name in _SHARED if shared is not None and not hasattr(shared, name)]
+        if lacking:
+            raise self._refusal(number, f"the runner of this vLLM has no {', '.join(lacking)}")
         columns = self._hidden * (1 if shared is None else 2)
         own = {id(part) for part in runner.modules()} | {id(part) for part in self._router_modules(block)}
         if shared is not None:
