@@ -53,3 +53,7 @@ class ProtocolError(ConnectorError):
 
 class RemoteFFNError(ConnectorError):
     """The FFN server answered a call with an error."""
+
+
+class RankLost(AFDError):
+    """A rank of a tensor-parallel FFN role has ended or is out of step, so the role cannot go on."""

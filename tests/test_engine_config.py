@@ -21,6 +21,7 @@ def vllm_config(**changes: Any) -> SimpleNamespace:
     config = SimpleNamespace(
         model_config=SimpleNamespace(
             hf_config=SimpleNamespace(architectures=["Qwen3MoeForCausalLM"]),
+            hf_text_config=SimpleNamespace(n_shared_experts=1),
             model_impl="auto",
             runner_type="generate",
             quantization=None,
@@ -29,6 +30,11 @@ def vllm_config(**changes: Any) -> SimpleNamespace:
             tensor_parallel_size=1,
             pipeline_parallel_size=1,
             data_parallel_size=1,
+            prefill_context_parallel_size=1,
+            decode_context_parallel_size=1,
+            nnodes=1,
+            distributed_executor_backend="mp",
+            use_sequence_parallel_moe=False,
             enable_expert_parallel=False,
             enable_eplb=False,
             enable_dbo=False,
@@ -56,14 +62,22 @@ def check(config: SimpleNamespace, afd: AFDConfig = ATTENTION) -> None:
 def test_the_plain_case_is_supported() -> None:
     check(vllm_config())
     check(vllm_config(speculative_config=SimpleNamespace(method="ngram")))
+    check(vllm_config(parallel_config__tensor_parallel_size=4))
 
 
 @pytest.mark.parametrize(
     ("changes", "expected"),
     [
-        ({"parallel_config__tensor_parallel_size": 4}, "--tensor-parallel-size 4"),
+        (
+            {"parallel_config__tensor_parallel_size": 2, "parallel_config__distributed_executor_backend": "ray"},
+            "--distributed-executor-backend ray",
+        ),
         ({"parallel_config__pipeline_parallel_size": 2}, "--pipeline-parallel-size 2"),
         ({"parallel_config__data_parallel_size": 2}, "--data-parallel-size 2"),
+        ({"parallel_config__prefill_context_parallel_size": 2}, "--prefill-context-parallel-size 2"),
+        ({"parallel_config__decode_context_parallel_size": 2}, "--decode-context-parallel-size 2"),
+        ({"parallel_config__nnodes": 2}, "--nnodes 2"),
+        ({"parallel_config__use_sequence_parallel_moe": True}, "sequence-parallel MoE"),
         ({"parallel_config__enable_expert_parallel": True}, "--enable-expert-parallel"),
         ({"parallel_config__enable_eplb": True}, "--enable-eplb"),
         ({"parallel_config__enable_dbo": True}, "--enable-dbo"),
@@ -86,8 +100,8 @@ def test_refused(changes: dict[str, Any], expected: str) -> None:
 
 
 def test_all_reasons_are_said_at_once() -> None:
-    with pytest.raises(UnsupportedError, match=r"--tensor-parallel-size 2 .*; .*--enable-lora"):
-        check(vllm_config(parallel_config__tensor_parallel_size=2, lora_config=object()))
+    with pytest.raises(UnsupportedError, match=r"--pipeline-parallel-size 2 .*; .*--enable-lora"):
+        check(vllm_config(parallel_config__pipeline_parallel_size=2, lora_config=object()))
 
 
 def test_the_role_is_added_to_what_the_user_configured() -> None:
@@ -106,6 +120,17 @@ def test_a_router_in_the_attention_role_needs_a_router() -> None:
         else:
             with pytest.raises(UnsupportedError, match=f"{name} .*AFD_GATE=attention nothing would cross; use AFD_GA"):
                 check_supported(ROUTER, config, table)
+
+
+def test_several_ranks_where_the_native_runner_would_sum_over_them_again() -> None:
+    ranks = vllm_config(parallel_config__tensor_parallel_size=2)
+    with pytest.raises(UnsupportedError, match="AFD_GATE=attention was not built for several"):
+        check(ranks, ROUTER)
+    deepseek = boundaries.find("DeepseekV3ForCausalLM")
+    check_supported(ATTENTION, ranks, deepseek)
+    ranks.compilation_config.mode = SimpleNamespace(name="DYNAMO_TRACE_ONCE")
+    with pytest.raises(UnsupportedError, match=r"cross apart.*add --enforce-eager"):
+        check_supported(ATTENTION, ranks, deepseek)
 
 
 def test_graphs_are_split_at_the_hand_off_where_they_are_split_at_all() -> None:

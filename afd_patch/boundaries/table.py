@@ -223,11 +223,23 @@ class Boundary:
                 "compiled, its shared experts end in an operation that is fused with the ones behind it, which the "
                 "other role runs; add --enforce-eager, or use AFD_GATE=ffn"
             )
+        if vllm_config.parallel_config.tensor_parallel_size > 1:
+            yield from self._refusals_of_ranks(vllm_config, gate, getattr(mode, "name", "") not in ("", "NONE"))
         quantization = vllm_config.model_config.quantization
         if quantization in self.refused_quantization:
             yield (
                 f"the native loader of {quantization} weights asks every layer for the format of its experts, which "
                 "only the FFN role has; use another quantization"
+            )
+
+    def _refusals_of_ranks(self, vllm_config: Any, gate: str, compiled: bool) -> Iterator[str]:
+        """Where the attention role keeps the native runner of the experts, that sums over the ranks, too."""
+        if gate == "attention":
+            yield "AFD_GATE=attention was not built for several tensor-parallel ranks; use AFD_GATE=ffn, or one rank"
+        elif self.summands_cross(vllm_config.model_config.hf_text_config, gate, compiled):
+            yield (
+                "compiled, its routed and shared results cross apart, which was not built for several tensor-parallel "
+                "ranks; add --enforce-eager, or use one rank"
             )
 
     def _ends_elsewhere(self, vllm_config: Any) -> bool:

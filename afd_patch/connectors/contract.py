@@ -12,8 +12,10 @@ if TYPE_CHECKING:
 class FFNConnector(Protocol):
     """Computes one layer's FFN somewhere else; ``calls`` counts, ``reply_columns`` is that of the identity."""
 
-    calls: int
     reply_columns: int
+
+    @property
+    def calls(self) -> int: ...
 
     def call(
         self, layer: int, rows: torch.Tensor, out: torch.Tensor, *, side: Sequence[torch.Tensor] = (), stage: int = 0,

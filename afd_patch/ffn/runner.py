@@ -39,18 +39,21 @@ def configure(engine: EngineArgs) -> Any:
 
 
 class FFNRunner:
-    """Loads the FFN of every decoder layer of ``vllm_config``'s model in this process."""
+    """Loads the FFN of every decoder layer of ``vllm_config``'s model in this process.
 
-    def __init__(self, vllm_config: Any) -> None:
-        from vllm.v1.executor.uniproc_executor import UniProcExecutor
+    With tensor parallelism it is that of ``rank``, and all ranks meet at the file ``rendezvous`` (``file://PATH``).
+    """
 
+    def __init__(self, vllm_config: Any, rank: int = 0, rendezvous: str | None = None) -> None:
         from afd_patch.patches.model_load import take_loaded
 
         self.vllm_config = vllm_config
         self._device = torch.device(vllm_config.device_config.device)
-        self._executor = UniProcExecutor(vllm_config)
+        self._executor = _executor(vllm_config, rank, rendezvous)
+        self._received: torch.Tensor | None = None
         build = take_loaded(vllm_config)
         self._hidden: int = vllm_config.model_config.hf_text_config.hidden_size
+        self._request_columns = build.request_columns
         self._gate = build.gate
         self._modules = build.layers
         self._layers: dict[int, Callable[..., torch.Tensor | tuple[torch.Tensor, ...]]] = dict(build.layers)
@@ -90,12 +93,31 @@ class FFNRunner:
             return result
         return result[0] if len(result) == 1 else torch.cat(result, dim=1)
 
+    def give_rows(self, rows: torch.Tensor) -> None:
+        """On rank 0: let the other ranks, which ``take_rows``, have the rows of the next computation."""
+        from vllm.distributed.parallel_state import get_tp_group
+
+        get_tp_group().broadcast(rows.to(self._device), src=0)
+
+    @torch.inference_mode()
+    def take_rows(self, count: int) -> torch.Tensor:
+        """On another rank: the ``count`` rows that rank 0 gives; valid until the next ones."""
+        from vllm.distributed.parallel_state import get_tp_group
+
+        if self._received is None:
+            self._received = self._zeros(self.vllm_config.scheduler_config.max_num_batched_tokens)
+        rows: torch.Tensor = get_tp_group().broadcast(self._received[:count], src=0)
+        return rows
+
+    def _zeros(self, rows: int) -> torch.Tensor:
+        dtype = self.vllm_config.model_config.dtype
+        return torch.zeros(rows, self._request_columns, dtype=dtype, device=self._device)
+
     def _compile(self, build: ModelBuild) -> None:
         """Compile every layer now: a first call that takes seconds would look like a dead server."""
-        dtype = self.vllm_config.model_config.dtype
         for layer, module in build.layers.items():
             self._layers[layer] = compile_layer(module, layer, self.vllm_config, build.reply_dtype)
-            inputs = self._inputs(torch.zeros(EXAMPLE_ROWS, build.request_columns, dtype=dtype, device=self._device))
+            inputs = self._inputs(self._zeros(EXAMPLE_ROWS))
             for part in inputs:
                 torch._dynamo.mark_dynamic(part, 0)
             with torch.inference_mode():
@@ -108,3 +130,17 @@ class FFNRunner:
         self._executor.shutdown()
         if rendezvous.startswith("file://"):
             Path(rendezvous.removeprefix("file://")).unlink(missing_ok=True)
+
+
+def _executor(vllm_config: Any, rank: int, rendezvous: str | None) -> Any:
+    """The native executor of one worker in this process, as one rank of several where there is a ``rendezvous``."""
+    from vllm.v1.executor.uniproc_executor import UniProcExecutor
+
+    class RankExecutor(UniProcExecutor):
+        """vLLM's own ``ExecutorWithExternalLauncher`` does the same, but ranks of two servers may meet in its group."""
+
+        def _distributed_args(self) -> tuple[str, int, int]:
+            assert rendezvous is not None
+            return rendezvous, rank, rank
+
+    return UniProcExecutor(vllm_config) if rendezvous is None else RankExecutor(vllm_config)

@@ -22,7 +22,7 @@ from afd_patch.connectors import wire
 from afd_patch.connectors.client import WIRE_DTYPES
 from afd_patch.connectors.log_limit import LogLimit
 from afd_patch.connectors.wire import FLAG_SHARED_MEMORY, Header, Kind
-from afd_patch.errors import ConnectorError, HandshakeError, ProtocolError
+from afd_patch.errors import ConnectorError, HandshakeError, ProtocolError, RankLost
 from afd_patch.ffn.listener import Listener
 from afd_patch.ffn.peer import Peer, PeerLeft, error_frame
 from afd_patch.identity import Identity
@@ -285,6 +285,9 @@ class FFNServer:
                 raise ConnectorError(f"the FFN returned {result.dtype} {tuple(result.shape)}")
             if not peer.shared:
                 result = result.detach().contiguous().cpu()
+        except RankLost:
+            self.stop_loop()  # no answer: the peer sees this server end, and repeats the call elsewhere
+            return
         except Exception as error:  # whatever the native FFN raises is the caller's answer, not the server's end
             logger.exception("AFD ffn: layer %d failed on %d rows", header.layer, header.rows)
             peer.send(error_frame(header, f"{type(error).__name__}: {error}"))

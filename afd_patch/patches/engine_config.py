@@ -101,15 +101,40 @@ def check_supported(config: AFDConfig, vllm_config: Any, boundary: Boundary) -> 
 
 def _refusals(config: AFDConfig, vllm_config: Any) -> Iterator[str]:
     model, parallel, speculative = vllm_config.model_config, vllm_config.parallel_config, vllm_config.speculative_config
-    for option, size in (
-        ("--tensor-parallel-size", parallel.tensor_parallel_size),
-        ("--pipeline-parallel-size", parallel.pipeline_parallel_size),
-        ("--data-parallel-size", parallel.data_parallel_size),
+    for option, size, reason in (
+        ("--pipeline-parallel-size", parallel.pipeline_parallel_size, "each role has all decoder layers"),
+        (
+            "--data-parallel-size",
+            parallel.data_parallel_size,
+            "start several attention roles, which can share FFN servers, instead",
+        ),
+        (
+            "--prefill-context-parallel-size",
+            getattr(parallel, "prefill_context_parallel_size", 1),
+            "it was not tried with split roles",
+        ),
+        (
+            "--decode-context-parallel-size",
+            getattr(parallel, "decode_context_parallel_size", 1),
+            "it was not tried with split roles",
+        ),
+        ("--nnodes", getattr(parallel, "nnodes", 1), "the tensor-parallel ranks of a role are on one host"),
     ):
         if size > 1:
-            yield f"{option} {size} is not supported yet; leave it at 1"
+            yield f"{option} {size} is not supported yet: {reason}; leave it at 1"
+    backend = parallel.distributed_executor_backend
+    if parallel.tensor_parallel_size > 1 and backend != "mp":
+        yield f"--distributed-executor-backend {backend} was not tried with tensor parallelism; use mp"
+    if getattr(parallel, "use_sequence_parallel_moe", False):
+        yield (
+            "sequence-parallel MoE gives each tensor-parallel rank other rows, and one copy of the same rows crosses; "
+            "leave out --enable-expert-parallel"
+        )
     if parallel.enable_expert_parallel:
-        yield "--enable-expert-parallel is not supported yet; leave it out"
+        yield (
+            "--enable-expert-parallel is not supported yet: with it, vLLM's CPU experts crash in the first forward; "
+            "leave it out"
+        )
     if parallel.enable_eplb:
         yield "--enable-eplb moves experts between ranks that the other role cannot see; leave it out"
     if parallel.enable_dbo:

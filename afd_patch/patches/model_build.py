@@ -149,11 +149,29 @@ class ModelBuild:
                     f"boundary table of {self.boundary.family} knows {', '.join(known)}; this vLLM "
                     "builds the layer differently, so it cannot be split"
                 )
+            self._require_complete_result(module, number)
             parts[attribute] = module
         return parts
 
     def _is_moe(self, module: nn.Module) -> bool:
         return type(module).__name__ in [name.partition(":")[2] for name in self.boundary.moe]
+
+    def _require_complete_result(self, module: nn.Module, number: int) -> None:
+        """Refuse an FFN whose sum over the tensor-parallel ranks is left to what follows it (the next norm).
+
+        A remote result is complete, so what follows would add it up once more for each rank.
+        """
+        if self.vllm_config.parallel_config.tensor_parallel_size == 1:
+            return
+        left_open = any(getattr(child, "reduce_results", True) is False for child in module.children())
+        for part in module.modules():
+            config = getattr(part, "moe_config", None)
+            left_open |= getattr(config, "skip_final_all_reduce", False) or getattr(part, "is_sequence_parallel", False)
+        if left_open:
+            raise UnsupportedError(
+                f"layer {number}: {type(module).__name__} leaves the sum over the tensor-parallel ranks to what "
+                "follows it, so its result is not complete; use --tensor-parallel-size 1"
+            )
 
     def _swap_ffn(self, model: nn.Module, native: dict[int, dict[str, nn.Module]]) -> None:
         from afd_patch.attention.proxy import make_nothing, make_remote

@@ -119,6 +119,7 @@ def _require_patches(boundary: Boundary) -> None:
 def import_now(boundary: Boundary) -> None:
     """Import the modules of this family and of the loaders, so that their patches are in effect or fail here."""
     modules = {name.partition(":")[0] for name in boundary.classes}
+    modules.add("vllm.engine.arg_utils")  # a worker process configures no engine, so it may not have imported it
     for module in sorted(modules):
         importlib.import_module(module)
 
@@ -132,10 +133,18 @@ def _log_proof(config: AFDConfig, build: ModelBuild, model: Any) -> None:
     applied = sum(s.state.name == "APPLIED" for s in active.manager.status()) if active else 0
     logger.info(
         "AFD %s: vLLM %s, %d patches in effect, %s %d == layers that cross %d, foreign parameters 0, "
-        "own checkpoint tensors %d, all loaded, %d left to the other role",
+        "own checkpoint tensors %d, all loaded, %d left to the other role%s",
         config.role, vllm.__version__, applied, "proxies" if config.role == "attention" else "FFN modules",
-        len(build.layers), build.crossing, build.tensors_loaded, build.tensors_left,
+        len(build.layers), build.crossing, build.tensors_loaded, build.tensors_left, _rank_of_several(),
     )  # fmt: skip
+
+
+def _rank_of_several() -> str:
+    """Which share of its tensors this process holds, where it is not all of them."""
+    from vllm.distributed.parallel_state import get_tp_group
+
+    group = get_tp_group()
+    return "" if group.world_size == 1 else f", tensor-parallel rank {group.rank_in_group} of {group.world_size}"
 
 
 def take_loaded(vllm_config: Any) -> ModelBuild:

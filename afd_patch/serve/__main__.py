@@ -6,7 +6,7 @@ import os
 import sys
 from collections.abc import Sequence
 
-from afd_patch.errors import AFDError, ConfigError
+from afd_patch.errors import AFDError, ConfigError, RankLost
 from afd_patch.serve import flags as our
 from afd_patch.serve.launcher import Launcher
 from afd_patch.serve.roles import attention_command, run_ffn_role
@@ -35,7 +35,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return Launcher(flags, vllm_flags).run()
     except AFDError as error:
         print(f"afd_patch: {error}", file=sys.stderr)
-        return 2
+        return 1 if isinstance(error, RankLost) else 2
 
 
 if __name__ == "__main__":

@@ -37,6 +37,12 @@ def parse(arguments: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
     parser.add_argument(
         "--ffn-servers", metavar="N", type=int, default=1, help="both roles: how many FFN servers, all alike"
     )
+    parser.add_argument(
+        "--ffn-tensor-parallel-size",
+        metavar="N",
+        type=int,
+        help="both roles: ranks of each FFN server, where not those of the attention role (--tensor-parallel-size)",
+    )
     parser.add_argument("--gate", choices=("ffn", "attention"), default=None, help="where the router runs (AFD_GATE)")
     parser.add_argument("--connect-timeout", metavar="SECONDS", type=float, help="AFD_CONNECT_TIMEOUT")
     parser.add_argument("--call-timeout", metavar="SECONDS", type=float, help="AFD_CALL_TIMEOUT")

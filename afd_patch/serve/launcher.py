@@ -20,7 +20,7 @@ from pathlib import Path
 from afd_patch.errors import ConfigError
 from afd_patch.serve import flags as our
 from afd_patch.serve.child import ChildProcess
-from afd_patch.serve.roles import attention_command, on_cpu, parse_cores
+from afd_patch.serve.roles import attention_command, divide, on_cpu, parse_cores, tensor_parallel_size
 
 #: What an FFN server logs when it answers calls.
 READY = "AFD ffn: ready:"
@@ -40,7 +40,13 @@ class Launcher:
         if flags.ffn_servers < 1:
             raise ConfigError(f"--ffn-servers {flags.ffn_servers} must be at least 1")
         self._flags = flags
-        self._vllm_flags = [*vllm_flags, *_room_for_both(vllm_flags)]
+        self._attention_ranks = tensor_parallel_size(vllm_flags)
+        self._ffn_ranks: int = self._attention_ranks
+        if flags.ffn_tensor_parallel_size is not None:
+            self._ffn_ranks = flags.ffn_tensor_parallel_size
+        if self._ffn_ranks < 1:
+            raise ConfigError(f"--ffn-tensor-parallel-size {self._ffn_ranks} must be at least 1")
+        self._vllm_flags = [*vllm_flags, *_room_for_both(vllm_flags, self._attention_ranks)]
         self._model: str = flags.model
         self._host, self._port = _address(self._vllm_flags)
         _require_free_port(self._host, self._port)
@@ -69,7 +75,7 @@ class Launcher:
             _say("stopped; no process, socket or shared memory is left")
 
     def _serve(self, endpoints: list[str]) -> int:
-        attention_cores, ffn_cores = divide_cores()
+        attention_cores, ffn_cores = divide_cores(self._attention_ranks, self._ffn_ranks)
         own = [sys.executable, "-m", "afd_patch.serve", self._model, "--role", "ffn"]
         started = time.monotonic()
         for index, endpoint in enumerate(endpoints):
@@ -77,6 +83,8 @@ class Launcher:
             settings = {**config.to_env(), "AFD_ROLE": "", "AFD_LISTEN": "", **self._temporary}
             env = _environment(settings, ffn_cores)
             command = [*own, "--listen", endpoint, *self._vllm_flags]
+            if self._flags.ffn_tensor_parallel_size is not None:
+                command += ["--tensor-parallel-size", str(self._ffn_ranks)]
             self._children.append(ChildProcess(f"ffn-{index}", command, env, marker=READY))
             _say(f"starting FFN server {index} at {endpoint}{_on_cores(ffn_cores)}")
         config = our.config_for(self._flags, "attention", ffn=endpoints)
@@ -131,30 +139,45 @@ class Launcher:
         _say("Ctrl-C stops everything")
 
 
-def divide_cores() -> tuple[str | None, str | None]:
+def divide_cores(attention_ranks: int = 1, ffn_ranks: int = 1) -> tuple[str | None, str | None]:
     """Cores for the attention role and for the FFN servers, as ``VLLM_CPU_OMP_THREADS_BIND`` lists.
 
     ``None`` means unbound: on one core there is nothing to divide. A binding that the user chose for vLLM stays the
     attention role's, and the FFN gets what it leaves. Several FFN servers share their cores, because the attention
-    role calls one of them at a time; the others are there for when it fails.
+    role calls one of them at a time; the others are there for when it fails. The tensor-parallel ranks of a role
+    divide its cores; a role with more ranks than cores of its own takes its cores among all, because the roles take
+    turns, and ranks that wait for each other on one core do not.
     """
     cores = sorted(os.sched_getaffinity(0))
     chosen = os.environ.get("VLLM_CPU_OMP_THREADS_BIND", "auto")
     if chosen not in ("auto", "nobind", ""):
+        if chosen.count("|") + 1 != attention_ranks:
+            raise ConfigError(
+                f"VLLM_CPU_OMP_THREADS_BIND={chosen!r} names the cores of {chosen.count('|') + 1} rank(s), and the "
+                f"attention role has {attention_ranks}; separate those of each rank with |"
+            )
         taken = parse_cores(chosen.replace("|", ","))
-        return chosen, ",".join(str(core) for core in cores if core not in taken) or None
-    if len(cores) == 1:
-        return None, None
+        left = [core for core in cores if core not in taken]
+        return chosen, _between_ranks(left, cores, ffn_ranks) if left or ffn_ranks > 1 else None
     half = len(cores) - len(cores) // 2
-    return ",".join(map(str, cores[:half])), ",".join(map(str, cores[half:]))
+    if len(cores) == 1 and attention_ranks == ffn_ranks == 1:
+        return None, None
+    return (
+        _between_ranks(cores[:half], cores, attention_ranks),
+        _between_ranks(cores[half:], cores, ffn_ranks),
+    )
 
 
-def _room_for_both(vllm_flags: Sequence[str]) -> list[str]:
-    """On a CPU vLLM asks for nearly all of the host's memory, which two roles on one host cannot both have."""
+def _between_ranks(own: list[int], all_cores: list[int], ranks: int) -> str:
+    return "|".join(divide(own if len(own) >= ranks else all_cores, ranks))
+
+
+def _room_for_both(vllm_flags: Sequence[str], ranks: int) -> list[str]:
+    """On a CPU each rank asks for nearly all of the host's memory, which two roles on one host cannot both have."""
     chosen = ("--gpu-memory-utilization", "--kv-cache-memory-bytes")
     if not on_cpu() or "VLLM_CPU_KVCACHE_SPACE" in os.environ or any(flag.startswith(chosen) for flag in vllm_flags):
         return []
-    return ["--gpu-memory-utilization", "0.4"]
+    return ["--gpu-memory-utilization", f"{0.4 / ranks:.3g}"]
 
 
 def _environment(settings: dict[str, str], cores: str | None) -> dict[str, str]:

@@ -6,6 +6,7 @@ import argparse
 import dataclasses
 import importlib
 import importlib.metadata
+import itertools
 import os
 import sys
 from collections.abc import Sequence
@@ -14,6 +15,7 @@ from contextlib import closing
 from afd_patch.config import PLUGIN_NAME, AFDConfig
 from afd_patch.errors import ConfigError, UnsupportedError
 from afd_patch.ffn.listener import Listener
+from afd_patch.ffn.ranks import Cores
 
 #: Rows of one call that an FFN server takes, unless --max-num-batched-tokens says otherwise: more than any default of
 #: an attention process, so that the two need not be told about each other.
@@ -33,12 +35,16 @@ _NOT_FOR_FFN = {
 def run_ffn_role(config: AFDConfig, model: str, vllm_flags: Sequence[str]) -> None:
     """Serve the FFN of ``model`` in this process until SIGTERM; ``vllm_flags`` are those of ``vllm serve``."""
     assert config.listen is not None
-    bind_cores(os.environ.get("VLLM_CPU_OMP_THREADS_BIND", "auto"))
+    cores = cores_of_ranks(os.environ.get("VLLM_CPU_OMP_THREADS_BIND", "auto"), tensor_parallel_size(vllm_flags))
+    if cores is not None:
+        bind_cores(cores[0])
     with closing(Listener(config.listen)) as listener:  # an endpoint that is taken is known at once
-        _load_and_serve(config, listener, model, vllm_flags)
+        _load_and_serve(config, listener, model, vllm_flags, cores)
 
 
-def _load_and_serve(config: AFDConfig, listener: Listener, model: str, vllm_flags: Sequence[str]) -> None:
+def _load_and_serve(
+    config: AFDConfig, listener: Listener, model: str, vllm_flags: Sequence[str], cores: Cores | None
+) -> None:
     # The native worker runs in this process.
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
     from vllm.engine.arg_utils import EngineArgs
@@ -48,7 +54,12 @@ def _load_and_serve(config: AFDConfig, listener: Listener, model: str, vllm_flag
     engine = EngineArgs.from_cli_args(serve_parser().parse_args(["--model", model, *vllm_flags]))
     if engine.max_num_batched_tokens is None:
         engine.max_num_batched_tokens = FFN_MAX_ROWS
-    serve(config, listener, dataclasses.replace(engine, **_NOT_FOR_FFN))
+    if cores is not None and len(cores) != engine.tensor_parallel_size:
+        raise ConfigError(
+            f"--tensor-parallel-size {engine.tensor_parallel_size} comes from a file, so the cores cannot be divided "
+            "between the ranks; give it as a flag"
+        )
+    serve(config, listener, dataclasses.replace(engine, **_NOT_FOR_FFN), cores)
 
 
 def require_entry_point() -> None:
@@ -107,15 +118,49 @@ def on_cpu() -> bool:
     return False
 
 
-def bind_cores(binding: str) -> None:
-    """Bind this process as ``VLLM_CPU_OMP_THREADS_BIND`` says (``auto`` and ``nobind``: to nothing).
+def tensor_parallel_size(vllm_flags: Sequence[str]) -> int:
+    """The number of ranks that the flags of ``vllm serve`` ask for; raises ``ConfigError``."""
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
+    parser.add_argument("--tensor-parallel-size", "--tensor_parallel_size", "-tp", type=int, default=1)
+    try:
+        size = int(parser.parse_known_args(vllm_flags)[0].tensor_parallel_size)
+    except argparse.ArgumentError as error:
+        raise ConfigError(str(error)) from None
+    if size < 1:
+        raise ConfigError(f"--tensor-parallel-size {size} must be at least 1")
+    return size
 
-    vLLM binds its worker processes with this variable; an FFN server is its own worker. Must run before torch starts
-    its threads.
+
+def cores_of_ranks(binding: str, ranks: int) -> list[set[int]] | None:
+    """The cores of each rank of an FFN server, as ``VLLM_CPU_OMP_THREADS_BIND`` says; ``None``: all, for each.
+
+    The ranks are separated by ``|``. With ``auto``, several ranks share the cores out, because their collectives wait
+    actively; vLLM itself gives each rank a NUMA node, and refuses where there are too few. Raises ``ConfigError``.
     """
-    if binding in ("auto", "nobind", ""):
-        return
-    cores = parse_cores(binding)
+    if binding in ("nobind", "") or (binding == "auto" and ranks == 1):
+        return None
+    parts = divide(sorted(os.sched_getaffinity(0)), ranks) if binding == "auto" else binding.split("|")
+    if len(parts) != ranks:
+        raise ConfigError(
+            f"VLLM_CPU_OMP_THREADS_BIND={binding!r} names the cores of {len(parts)} rank(s), and the FFN role has "
+            f"{ranks}; separate those of each rank with |"
+        )
+    return [parse_cores(part) for part in parts]
+
+
+def divide(cores: Sequence[int], ranks: int) -> list[str]:
+    """``cores`` in ``ranks`` lists of nearly equal length; where there are too few, several ranks have the same one."""
+    if len(cores) < ranks:
+        return [str(cores[rank % len(cores)]) for rank in range(ranks)]
+    bounds = [len(cores) * rank // ranks for rank in range(ranks + 1)]
+    return [",".join(map(str, cores[first:last])) for first, last in itertools.pairwise(bounds)]
+
+
+def bind_cores(cores: set[int]) -> None:
+    """Bind this process to ``cores``.
+
+    vLLM binds its worker processes; an FFN server is its own worker. Must run before torch starts its threads.
+    """
     os.sched_setaffinity(0, cores)
     os.environ["OMP_NUM_THREADS"] = str(len(cores))
 

@@ -20,6 +20,7 @@ from afd_patch.errors import AFDError, ConfigError
 from afd_patch.serve.child import ChildProcess
 from afd_patch.serve.flags import check_model
 from afd_patch.serve.launcher import READY
+from afd_patch.serve.roles import tensor_parallel_size
 
 DESCRIPTION = """\
 Run the same prompts on stock vLLM and through AFD and compare tokens and logprobs. Exit status 0: no token differs and
@@ -82,10 +83,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def verify(model: str, flags: Sequence[str], *, gate: str = GATES[0], quiet: bool = True) -> Report:
     """Run both sides; raises ``ConfigError`` with the last lines of a side that could not run."""
-    threads = str(max(1, len(os.sched_getaffinity(0)) // 2))
+    ranks = tensor_parallel_size(flags)
+    threads = str(max(1, len(os.sched_getaffinity(0)) // 2 // ranks))
     environment = {name: value for name, value in os.environ.items() if not name.startswith("AFD_")}
     # The number of threads changes the last bits of a matrix product. Numba (ngram speculation) sets that of OpenMP.
     environment |= {"OMP_NUM_THREADS": threads, "NUMBA_NUM_THREADS": threads}
+    if ranks > 1:  # by default vLLM binds ranks to NUMA nodes, and refuses where there are fewer of them
+        environment.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
     with tempfile.TemporaryDirectory(prefix="afd-verify-") as folder:
         run = [sys.executable, "-m", "afd_patch.verify.run"]
         engine = ["--model", model, *flags]

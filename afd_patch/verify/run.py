@@ -49,18 +49,23 @@ def main(out: str, flags: list[str]) -> None:
         )
     result = {
         "role": afd_patch.status()["role"],
-        **_hand_offs(),
+        **_hand_offs(llm.collective_rpc(_of_rank)),
         "answers": answers,
     }
     Path(out).write_text(json.dumps(result))
 
 
-def _hand_offs() -> dict[str, int]:
-    """Calls to the FFN role, and the layers that made them."""
+def _hand_offs(ranks: list[tuple[int, int]]) -> dict[str, int]:
+    """Calls to the FFN role by all ranks, and the layers that made them."""
+    return {"remote_calls": sum(calls for calls, _ in ranks), "layers": max(layers for _, layers in ranks)}
+
+
+def _of_rank(worker: Any) -> tuple[int, int]:
+    """The calls of one rank and its layers that cross, in the process of its worker."""
     connections = sys.modules.get("afd_patch.attention.connections")
     if connections is None:
-        return {"remote_calls": 0, "layers": 0}
-    return {"remote_calls": connections.total_calls(), "layers": connections.crossing_layers()}
+        return 0, 0
+    return connections.total_calls(), connections.crossing_layers()
 
 
 if __name__ == "__main__":

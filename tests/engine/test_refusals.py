@@ -58,7 +58,7 @@ def test_settings(env: dict[str, str], expected: str, checkpoint: Callable[..., 
 @pytest.mark.parametrize(
     ("engine", "expected"),
     [
-        ({"tensor_parallel_size": 2}, "--tensor-parallel-size 2 is not supported yet"),
+        ({"tensor_parallel_size": 2, "enable_expert_parallel": True}, "--enable-expert-parallel is not supported yet"),
         ({"pipeline_parallel_size": 2}, "--pipeline-parallel-size 2 is not supported yet"),
         ({"enable_lora": True}, "--enable-lora is not supported yet"),
         ({"load_format": "pt"}, "--load-format pt was not tried"),

@@ -138,6 +138,27 @@ def test_the_api_server_dies(deploy: Deploy, model: str) -> None:
     assert not any(path.parent.exists() for path in served.sockets())
 
 
+def test_an_ffn_server_of_two_ranks(deploy: Deploy, model: str) -> None:
+    """One rank of it is killed: the role ends with status 1, and the launcher takes down the rest."""
+    segments = shared_memory_segments()
+    served = deploy(model, "--ffn-tensor-parallel-size", "2")
+    served.wait_for("ready after")
+    client = openai.OpenAI(base_url=f"{served.url}/v1", api_key="none")
+    assert client.completions.create(model=model, prompt="x", max_tokens=3).choices[0].text is not None
+    assert served.text().count("AFD ffn: vLLM") == 2
+    assert served.text().count("AFD attention: vLLM") == 1
+    first = served.child("--role ffn")
+    (second,) = [child for child in first.children() if "spawn_main" in " ".join(child.cmdline())]
+    assert len(first.cpu_affinity()) == len(second.cpu_affinity())
+    assert os.cpu_count() == 1 or first.cpu_affinity() != second.cpu_affinity()
+
+    second.kill()
+    assert served.wait_gone() == 1
+    assert "afd_patch: tensor-parallel rank 1 of the FFN role ended (exit status -9)" in served.text()
+    assert "ffn-0 ended with status 1" in served.text()
+    assert shared_memory_segments() <= segments
+
+
 def test_start_up_fails_half_way(deploy: Deploy, model: str, tmp_path: Path) -> None:
     """The FFN server cannot load; the API server, which waits for it, goes away too."""
     from safetensors.torch import load_file, save_file
