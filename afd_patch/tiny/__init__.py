@@ -15,7 +15,7 @@ import os
 from pathlib import Path
 
 from ..errors import ConfigError
-from . import deepseek, deepseek_v4, dense_and_gqa, more, smollm2
+from . import deepseek, deepseek_v4, dense_and_gqa, drafters, more, quantised, smollm2
 from .architecture import Architecture, Options
 from .checkpoint import check_target, write
 
@@ -23,7 +23,7 @@ __all__ = ["ARCHITECTURES", "Architecture", "lookup", "make"]
 
 ARCHITECTURES: dict[str, Architecture] = {
     architecture.name: architecture
-    for family in (dense_and_gqa, deepseek, smollm2, more, deepseek_v4)
+    for family in (dense_and_gqa, deepseek, smollm2, more, deepseek_v4, quantised, drafters)
     for architecture in family.ARCHITECTURES
 }
 """Every architecture by its name, the most used ones first."""
