@@ -10,7 +10,12 @@ import pytest
 from afd_patch import boundaries
 from afd_patch.config import AFDConfig
 from afd_patch.errors import UnsupportedError
-from afd_patch.patches.engine_config import ADDITIONAL_CONFIG_KEY, check_supported, prepare
+from afd_patch.patches.engine_config import (
+    ADDITIONAL_CONFIG_KEY,
+    SPECULATIVE_METHODS,
+    check_supported,
+    prepare,
+)
 
 ATTENTION = AFDConfig.build(role="attention", ffn="unix:/a.sock")
 ROUTER = AFDConfig.build(role="attention", ffn="unix:/a.sock", gate="attention")
@@ -24,6 +29,7 @@ def vllm_config(**changes: Any) -> SimpleNamespace:
             hf_text_config=SimpleNamespace(n_shared_experts=1),
             model_impl="auto",
             runner_type="generate",
+            convert_type="none",
             quantization=None,
         ),
         parallel_config=SimpleNamespace(
@@ -61,7 +67,8 @@ def check(config: SimpleNamespace, afd: AFDConfig = ATTENTION) -> None:
 
 def test_the_plain_case_is_supported() -> None:
     check(vllm_config())
-    check(vllm_config(speculative_config=SimpleNamespace(method="ngram")))
+    for method in SPECULATIVE_METHODS:
+        check(vllm_config(speculative_config=SimpleNamespace(method=method)))
     check(vllm_config(parallel_config__tensor_parallel_size=4))
 
 
@@ -84,11 +91,11 @@ def test_the_plain_case_is_supported() -> None:
         ({"load_config__load_format": "tensorizer"}, "--load-format tensorizer"),
         ({"load_config__safetensors_load_strategy": "prefetch"}, "--safetensors-load-strategy prefetch"),
         ({"load_config__model_loader_extra_config": {"enable_multithread_load": True}}, "enable_multithread_load"),
+        ({"load_config__load_format": "sharded_state"}, "--load-format sharded_state"),
         ({"model_config__model_impl": "transformers"}, "--model-impl transformers"),
-        ({"model_config__runner_type": "pooling"}, "--runner pooling"),
-        ({"lora_config": object()}, "--enable-lora"),
-        ({"speculative_config": SimpleNamespace(method="eagle3")}, "'eagle3'"),
-        ({"kv_transfer_config": object()}, "--kv-transfer-config"),
+        ({"model_config__convert_type": "classify"}, "--convert classify"),
+        ({"lora_config": object()}, "--enable-lora was not tried with a mixture of experts"),
+        ({"speculative_config": SimpleNamespace(method="medusa")}, "'medusa'"),
     ],
 )
 def test_refused(changes: dict[str, Any], expected: str) -> None:
@@ -99,9 +106,14 @@ def test_refused(changes: dict[str, Any], expected: str) -> None:
     assert expected in message
 
 
+def test_lora_is_for_dense_models() -> None:
+    config = vllm_config(lora_config=object())
+    check_supported(ATTENTION, config, boundaries.find("LlamaForCausalLM"))
+
+
 def test_all_reasons_are_said_at_once() -> None:
-    with pytest.raises(UnsupportedError, match=r"--pipeline-parallel-size 2 .*; .*--enable-lora"):
-        check(vllm_config(parallel_config__pipeline_parallel_size=2, lora_config=object()))
+    with pytest.raises(UnsupportedError, match=r"--pipeline-parallel-size 2 .*; .*--load-format tensorizer"):
+        check(vllm_config(parallel_config__pipeline_parallel_size=2, load_config__load_format="tensorizer"))
 
 
 def test_the_role_is_added_to_what_the_user_configured() -> None:
@@ -151,3 +163,12 @@ def test_graphs_are_split_at_the_hand_off_where_they_are_split_at_all() -> None:
     whole = vllm_config(compilation_config__splitting_ops=[])
     prepare(ATTENTION, whole)
     assert whole.compilation_config.splitting_ops == []
+
+
+def test_drafts_adapters_and_the_kv_cache_are_not_for_the_ffn_role() -> None:
+    settings = {"speculative_config": object(), "lora_config": object(), "kv_transfer_config": object()}
+    config = vllm_config(**settings)
+    prepare(ATTENTION, config)
+    assert {name: getattr(config, name) for name in settings} == settings
+    prepare(AFDConfig.build(role="ffn", listen="unix:/a.sock"), config)
+    assert {getattr(config, name) for name in settings} == {None}

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from afd_patch.patches import construction, engine_config, forward_context, model_load, weights
+from afd_patch.patches import construction, engine_config, forward_context, lora, model_load, weights
 
 if TYPE_CHECKING:
     from afd_patch.config import AFDConfig
@@ -22,4 +22,5 @@ def patch_set(config: AFDConfig) -> list[Patch]:
         *weights.patches(config),
         *model_load.patches(config),
         *forward_context.patches(config),
+        *lora.patches(config),
     ]

@@ -14,10 +14,13 @@ decoding reuse the same classes; they are no main model and stay as they are.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import TYPE_CHECKING, Any
 
 from afd_patch import boundaries
+from afd_patch.errors import UnsupportedError
 from afd_patch.patch_manager import Patch, host
 from afd_patch.patches.model_build import ModelBuild
 from afd_patch.patches.routed_build import RoutedBuild
@@ -115,7 +118,31 @@ def _initialize_model(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> An
     build = CURRENT_BUILD.get()
     if build is None:
         return wrapped(*args, **kwargs)
-    with build.construction():
+    with build.construction(), _native_refusal_of_quantisation(build.vllm_config):
         model = wrapped(*args, **kwargs)
+        _require_kernels(model, build.vllm_config)
     build.finish(model)
     return model
+
+
+@contextmanager
+def _native_refusal_of_quantisation(vllm_config: Any) -> Iterator[None]:
+    """vLLM looks for a kernel when it constructs a quantised layer; what it says without one becomes our sentence."""
+    method = vllm_config.model_config.quantization
+    try:
+        yield
+    except (NotImplementedError, ValueError) as error:
+        if method is None:
+            raise
+        raise UnsupportedError(
+            f"vLLM itself cannot run {method} weights like these on this {vllm_config.device_config.device_type}: "
+            f"{' '.join(str(error).split())}; use other weights, or a machine that vLLM has kernels for"
+        ) from error
+
+
+def _require_kernels(model: Any, vllm_config: Any) -> None:
+    """Raise ``ValueError`` for what vLLM for CPU would only say after loading: no fp8 kernel for the experts."""
+    for module in model.modules() if vllm_config.device_config.device_type == "cpu" else ():
+        backend = getattr(getattr(module, "quant_method", None), "fp8_backend", None)
+        if backend is not None and backend.name == "NONE":
+            raise ValueError(f"Unsupported FP8 MoE backend: {backend.value}")

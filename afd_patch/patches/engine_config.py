@@ -36,6 +36,9 @@ LOAD_FORMATS = ("auto", "hf", "safetensors", "dummy")
 #: Strategies of the safetensors loader that read the tensors of the other role too.
 WHOLE_FILES = ("eager", "prefetch")
 
+#: Speculative methods that were tried: what drafts is on the attention side, with an FFN of its own.
+SPECULATIVE_METHODS = ("ngram", "draft_model", "eagle", "eagle3", "mtp")
+
 
 def patches(config: AFDConfig) -> list[Patch]:
     return [
@@ -83,6 +86,11 @@ def prepare(config: AFDConfig, vllm_config: Any) -> None:
     load = vllm_config.load_config
     if load.safetensors_load_strategy is None:
         load.safetensors_load_strategy = "lazy"  # on network file systems, the default reads whole files first
+    if config.role == "ffn":
+        # Drafts, adapters and the KV cache are the attention role's. None of them changes what an FFN computes.
+        vllm_config.speculative_config = None
+        vllm_config.lora_config = None
+        vllm_config.kv_transfer_config = None
     compilation = vllm_config.compilation_config
     if config.role == "attention" and compilation.splitting_ops:
         # Graph pieces end before the hand-off and start after it.
@@ -92,6 +100,11 @@ def prepare(config: AFDConfig, vllm_config: Any) -> None:
 def check_supported(config: AFDConfig, vllm_config: Any, boundary: Boundary) -> None:
     """Raise ``UnsupportedError`` with every reason why this role cannot run ``vllm_config``."""
     reasons = [*_refusals(config, vllm_config), *boundary.refusals(vllm_config, config.gate)]
+    if vllm_config.lora_config is not None and boundary.moe:
+        reasons.append(
+            "--enable-lora was not tried with a mixture of experts, because stock vLLM for CPU cannot run the two "
+            "together; leave it out"
+        )
     if reasons:
         raise UnsupportedError(
             f"{vllm_config.model_config.hf_config.architectures[0]} cannot run in the {config.role} role like this: "
@@ -139,7 +152,12 @@ def _refusals(config: AFDConfig, vllm_config: Any) -> Iterator[str]:
         yield "--enable-eplb moves experts between ranks that the other role cannot see; leave it out"
     if parallel.enable_dbo:
         yield "--enable-dbo is not supported yet; leave it out"
-    if vllm_config.load_config.load_format not in LOAD_FORMATS:
+    if vllm_config.load_config.load_format == "sharded_state":
+        yield (
+            "--load-format sharded_state was not tried with split roles, because vLLM for CPU saves such a checkpoint "
+            f"without the weights that its kernels keep; use one of: {', '.join(LOAD_FORMATS)}"
+        )
+    elif vllm_config.load_config.load_format not in LOAD_FORMATS:
         yield (
             f"--load-format {vllm_config.load_config.load_format} was not tried with split roles; "
             f"use one of: {', '.join(LOAD_FORMATS)}"
@@ -154,11 +172,10 @@ def _refusals(config: AFDConfig, vllm_config: Any) -> Iterator[str]:
         yield "enable_multithread_load reads whole files, and a role reads its own tensors only; leave it out"
     if model.model_impl not in ("auto", "vllm"):
         yield f"--model-impl {model.model_impl} builds the layers outside of vLLM's own model code; use vllm"
-    if vllm_config.lora_config is not None:
-        yield "--enable-lora is not supported yet; leave it out"
-    if speculative is not None and speculative.method != "ngram":
-        yield f"speculative method {speculative.method!r} is not supported yet; use ngram, or none"
-    if vllm_config.kv_transfer_config is not None:
-        yield "--kv-transfer-config is not supported yet; leave it out"
-    if config.role == "attention" and model.runner_type != "generate":
-        yield f"--runner {model.runner_type} is not supported yet; only text generation is"
+    if speculative is not None and speculative.method not in SPECULATIVE_METHODS:
+        yield (
+            f"speculative method {speculative.method!r} was not tried with split roles; "
+            f"use one of: {', '.join(SPECULATIVE_METHODS)}"
+        )
+    if model.convert_type == "classify":
+        yield "--convert classify adds a head that no boundary table knows; use embed, or --runner generate"

@@ -60,10 +60,9 @@ def test_settings(env: dict[str, str], expected: str, checkpoint: Callable[..., 
     [
         ({"tensor_parallel_size": 2, "enable_expert_parallel": True}, "--enable-expert-parallel is not supported yet"),
         ({"pipeline_parallel_size": 2}, "--pipeline-parallel-size 2 is not supported yet"),
-        ({"enable_lora": True}, "--enable-lora is not supported yet"),
         ({"load_format": "pt"}, "--load-format pt was not tried"),
         ({"enable_expert_parallel": True}, "--enable-expert-parallel is not supported yet"),
-        ({"runner": "pooling"}, "--runner pooling is not supported yet"),
+        ({"runner": "pooling", "convert": "classify"}, "--convert classify adds a head"),
     ],
 )
 def test_features(engine: dict[str, Any], expected: str, checkpoint: Callable[..., str]) -> None:
