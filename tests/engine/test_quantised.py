@@ -1,0 +1,82 @@
+"""Quantised checkpoints: as exact as plain ones, or refused with stock vLLM's own reason where it has no kernel.
+
+Which formats stock vLLM runs depends on the processor: most of its CPU kernels for experts want AMX tiles. So each case
+asks stock vLLM first.
+"""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from pathlib import Path
+
+import pytest
+
+from tests.engine.children import Child
+from tests.engine.test_more_architectures import observe
+from tests.engine.test_ownership import ffn_model
+
+Serving = Callable[..., AbstractContextManager[Child]]
+
+LAYERS = 4
+FORMATS = ("w8a8", "int4", "fp8", "fp8_rows", "awq", "gptq")
+#: What stock vLLM runs on every x86-64 processor.
+EVERYWHERE = {"llama_w8a8", "llama_int4"}
+
+
+@pytest.mark.parametrize("plain", ["llama", "qwen3_moe"])
+@pytest.mark.parametrize("quantisation", FORMATS)
+def test_exact_or_refused_as_by_stock_vllm(
+    plain: str,
+    quantisation: str,
+    checkpoint: Callable[..., str],
+    serving: Serving,
+    attention: dict[str, str],
+    tmp_path: Path,
+) -> None:
+    path = checkpoint(f"{plain}_{quantisation}")
+    native = Child(observe, path)
+    kind, stock = native.outcome()
+    if kind == "error":
+        assert f"{plain}_{quantisation}" not in EVERYWHERE, stock
+        refused(stock, Child(ffn_model, path, f"unix:{tmp_path}/other.sock"))
+        return
+    assert kind == "value", stock
+    with serving(path):
+        att = Child(observe, path, env=attention).result()
+    ffn = Child(ffn_model, path, f"unix:{tmp_path}/other.sock").result()
+    assert att["outputs"] == stock["outputs"]
+    assert att["calls"] > 0 and att["calls"] % LAYERS == 0
+    # Scales and zero points included.
+    assert att["parameters"] | ffn["parameters"] == stock["parameters"]
+    assert not att["parameters"].keys() & ffn["parameters"].keys()
+    assert not set(att["read"]) & set(ffn["read"]), "no tensor is read by both"
+    assert sorted(att["read"] + ffn["read"]) == sorted(stock["read"])
+
+
+def refused(reason: str, ffn: Child) -> None:
+    """``ffn`` stopped with the ``reason`` that stock vLLM gave, before weights were read."""
+    kind, message = ffn.outcome()
+    assert kind == "error", message
+    assert message.startswith("UnsupportedError: vLLM itself cannot run "), message
+    assert " ".join(reason.partition(": ")[2].split()) in message
+    assert "Loading weights took" not in ffn.text()
+
+
+def without(tensor: str, path: str) -> None:
+    from safetensors.torch import load_file, save_file
+
+    tensors = load_file(path)
+    del tensors[tensor]
+    save_file(tensors, path)
+
+
+def test_a_scale_that_is_missing_is_noticed(checkpoint: Callable[..., str], tmp_path: Path) -> None:
+    """A scale counts as a parameter that a checkpoint must fill."""
+    model = shutil.copytree(checkpoint("llama_w8a8"), tmp_path / "model")
+    name = "model.layers.1.mlp.down_proj.weight_scale"
+    Child(without, name, str(model / "model.safetensors")).result()
+    kind, message = Child(ffn_model, str(model), f"unix:{tmp_path}/other.sock").outcome()
+    assert kind == "error"
+    assert message.startswith(f"WeightError: the checkpoint does not fill {name} (0% written)")
