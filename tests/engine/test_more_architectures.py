@@ -166,6 +166,7 @@ def reasons(
             quantization=quantization, multimodal_config=multimodal, hf_text_config=SimpleNamespace(**config)
         ),
         compilation_config=SimpleNamespace(mode=SimpleNamespace(name=mode)),
+        parallel_config=SimpleNamespace(tensor_parallel_size=1),
     )
     return list(boundaries.find(architecture).refusals(vllm_config, gate))
 
