@@ -7,7 +7,7 @@ native mixture of experts and its runner, which scales and adds them as in the s
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -15,9 +15,30 @@ from torch import nn
 from afd_patch.errors import UnsupportedError
 from afd_patch.patches.model_build import ModelBuild, take_back_registrations
 
+if TYPE_CHECKING:
+    from afd_patch.boundaries import Boundary
+    from afd_patch.identity import Identity
+
+
+#: What is used of ``MoERunner``.
+_RUNNER = (
+    "_forward_entry",
+    "_forward_impl",
+    "_shared_experts",
+    "gate",
+    "moe_config",
+    "routed_experts",
+    "routed_input_transform",
+    "routed_output_transform",
+)
+
 
 class SummedBuild(ModelBuild):
     """``layers`` are all layers; those without shared experts return their result in the place of the routed one."""
+
+    def __init__(self, role: str, boundary: Boundary, vllm_config: Any, identity: Identity) -> None:
+        super().__init__(role, boundary, vllm_config, identity)
+        self._hidden = identity.hidden_size
 
     def _swap_ffn(self, model: nn.Module, native: dict[int, dict[str, nn.Module]]) -> None:
         from afd_patch.attention.experts import make_elsewhere, make_remote_experts, make_remote_shared, remote_summands
@@ -57,13 +78,30 @@ class SummedBuild(ModelBuild):
         if not self._is_moe(block):
             return None
         runners = [child for child in block.children() if isinstance(child, MoERunner)]
-        if len(runners) != 1 or runners[0].gate is None:
-            raise UnsupportedError(
-                f"layer {number}: this vLLM builds {type(block).__name__} without a runner that has the router, so a "
-                "compiled model cannot be split exactly; add --enforce-eager"
-            )
+        if len(runners) != 1:
+            raise self._refusal(number, f"{type(block).__name__} has {len(runners)} runners of experts, not one")
         (runner,) = runners
-        return runner if runner._shared_experts is not None else None
+        lacking = [name for name in _RUNNER if not hasattr(runner, name)]
+        if lacking:
+            raise self._refusal(number, f"this vLLM's MoERunner has no {', '.join(lacking)}")
+        if runner._shared_experts is None:
+            return None
+        for wrong, reason in (
+            (runner.gate is None, "its runner of experts has no router"),
+            (
+                runner.routed_input_transform is not None or runner.routed_output_transform is not None,
+                "its rows are transformed around the experts",
+            ),
+            (runner.moe_config.hidden_dim != self._hidden, "the kernel of its experts pads the rows"),
+        ):
+            if wrong:
+                raise self._refusal(number, reason)
+        return runner
+
+    def _refusal(self, number: int, reason: str) -> UnsupportedError:
+        return UnsupportedError(
+            f"layer {number}: {reason}, so a compiled model cannot be split exactly; add --enforce-eager"
+        )
 
 
 class Summands(nn.Module):
