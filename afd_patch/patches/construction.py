@@ -136,7 +136,7 @@ def _native_refusal_of_quantisation(vllm_config: Any) -> Iterator[None]:
             raise
         raise UnsupportedError(
             f"vLLM itself cannot run {method} weights like these on this {vllm_config.device_config.device_type}: "
-            f"{' '.join(str(error).split())}; use other weights, or a machine that vLLM has kernels for"
+            f"{' '.join(str(error).split()).rstrip('.')}; use other weights, or a machine that vLLM has kernels for"
         ) from error
 
 
