@@ -100,20 +100,24 @@ class Combinations:
             )
             for ranks in (1, 2)
         ]
-        self.stock = {ranks: self.run(model, {}, ranks, **engine) for ranks in (1, 2)}
-        for server in self.servers:
-            server.wait_for("AFD ffn: ready:")
-        self.split = {
-            (attention, ffn): self.run(
-                model,
-                attention_env(self.endpoint(folder, ffn)),
-                attention,
-                watched=attention == 2,
-                **engine,
-            )
-            for attention in (1, 2)
-            for ffn in (1, 2)
-        }
+        try:
+            self.stock = {ranks: self.run(model, {}, ranks, **engine) for ranks in (1, 2)}
+            for server in self.servers:
+                server.wait_for("AFD ffn: ready:")
+            self.split = {
+                (attention, ffn): self.run(
+                    model,
+                    attention_env(self.endpoint(folder, ffn)),
+                    attention,
+                    watched=attention == 2,
+                    **engine,
+                )
+                for attention in (1, 2)
+                for ffn in (1, 2)
+            }
+        except BaseException:
+            self.destroy()
+            raise
 
     @staticmethod
     def endpoint(folder: Path, ranks: int) -> str:
@@ -129,7 +133,6 @@ class Combinations:
         return {**result, "log": child.text()}
 
     def destroy(self) -> None:
-        """Also the followers of a server that was killed alone."""
         for server in self.servers:
             server.kill()
 
