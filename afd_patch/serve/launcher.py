@@ -71,6 +71,10 @@ class Launcher:
         finally:
             for child in reversed(self._children):  # the API server first, while its FFN still answers
                 child.terminate(_API_STOP_TIMEOUT if child.name == "api" else _FFN_STOP_TIMEOUT)
+            # Tensor-parallel ranks on CPUs share memory that is named after the file at which they met, and leave both.
+            for meeting in (path.name for pattern in ("vllm_dist_*", "afd_ffn_*") for path in folder.glob(pattern)):
+                for segment in Path("/dev/shm").glob(f"*{meeting}*"):
+                    segment.unlink(missing_ok=True)
             shutil.rmtree(folder, ignore_errors=True)
             _say("stopped; no process, socket or shared memory is left")
 
