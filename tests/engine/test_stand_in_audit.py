@@ -96,6 +96,8 @@ def build(checkpoints: dict[str, str], rendezvous: str) -> dict[str, Any]:
     from vllm.model_executor.models import registry as native_registry
 
     import afd_patch
+    from afd_patch.config import AFDConfig
+    from afd_patch.identity import identify
     from afd_patch.patches.construction import CURRENT_BUILD
     from afd_patch.patches.model_build import ModelBuild
 
@@ -112,8 +114,9 @@ def build(checkpoints: dict[str, str], rendezvous: str) -> dict[str, Any]:
                 init_distributed_environment(1, 0, f"file://{rendezvous}", 0, "gloo")
                 initialize_model_parallel()
             native = utils.initialize_model(vllm_config=configs[0])
+        config = AFDConfig.build(role="attention", ffn="unix:/nowhere/ffn.sock")
         afd_patch.activate(role="attention", ffn="unix:/nowhere/ffn.sock")
-        build = ModelBuild("attention", table, configs[1], torch.bfloat16)
+        build = ModelBuild("attention", table, configs[1], identify(configs[1], table, config))
         token = CURRENT_BUILD.set(build)
         try:
             with set_current_vllm_config(configs[1]):
