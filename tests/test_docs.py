@@ -172,6 +172,7 @@ CHECKPOINTS = {
     "DeepseekV2ForCausalLM": ["deepseek_v2", "deepseek_v2_qlora"],
     "DeepseekV32ForCausalLM": ["deepseek_v32"],
     "DeepseekV3ForCausalLM": ["deepseek_v3", "deepseek_v3_noqlora"],
+    "DeepseekV4ForCausalLM": ["deepseek_v4"],
     "Ernie4_5_MoeForCausalLM": ["ernie4_5_moe"],
     "Glm4MoeForCausalLM": ["glm4_moe"],
     "GlmMoeDsaForCausalLM": ["glm_moe_dsa"],

@@ -153,7 +153,7 @@ def test_a_router_where_there_is_none(
 ) -> None:
     monkeypatch.setenv("AFD_GATE", "attention")
     (sentence,) = Outcome(capsys, str(tiny.make("llama", tmp_path / "llama"))).problems()
-    assert sentence == "AFD_GATE: the model has no router, so nothing would cross; use AFD_GATE=ffn"
+    assert sentence == "AFD_GATE: it has no router, so with AFD_GATE=attention nothing would cross; use AFD_GATE=ffn"
 
 
 def test_a_name_that_no_rule_knows(copy: Path, capsys: pytest.CaptureFixture[str]) -> None:

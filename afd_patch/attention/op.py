@@ -1,10 +1,10 @@
 """The custom ops of the attention role: rows out, rows in, opaque to every compiler.
 
-``afd_patch::remote_ffn`` hands over rows; so does ``remote_summands``, and it gets back what the native runner adds up;
-``remote_experts`` hands over rows and the experts that the native router chose for them. The ops write to output
-arguments, because piecewise graphs need outputs at addresses they know. Everything they need is read inside their
-bodies, from the forward context: vLLM drops Dynamo's guards, so what traced Python reads is frozen at the first
-compile.
+``afd_patch::remote_ffn`` hands over rows, and ``remote_ffn_ids`` rows with their token ids; ``remote_summands`` hands
+over rows, too, and gets back what the native runner adds up; ``remote_experts`` hands over rows and the experts that
+the native router chose for them. The ops write to output arguments, because piecewise graphs need outputs at addresses
+they know. Everything they need is read inside their bodies, from the forward context: vLLM drops Dynamo's guards, so
+what traced Python reads is frozen at the first compile.
 """
 
 from __future__ import annotations
@@ -17,12 +17,17 @@ from afd_patch.errors import ForwardContextError
 from afd_patch.metadata import get_afd_metadata_from_forward_context
 
 OP_NAME = "afd_patch::remote_ffn"
+IDS_OP_NAME = "afd_patch::remote_ffn_ids"
 SUMMANDS_OP_NAME = "afd_patch::remote_summands"
 EXPERTS_OP_NAME = "afd_patch::remote_experts"
 
 
 _library = torch.library.Library("afd_patch", "FRAGMENT")
 _library.define("remote_ffn(Tensor rows, Tensor(a!) out, int layer) -> ()", tags=(torch.Tag.needs_fixed_stride_order,))
+_library.define(
+    "remote_ffn_ids(Tensor rows, Tensor input_ids, Tensor(a!) out, int layer) -> ()",
+    tags=(torch.Tag.needs_fixed_stride_order,),
+)
 _library.define(
     "remote_summands(Tensor rows, Tensor(a!) routed, Tensor(b!) shared, int layer) -> ()",
     tags=(torch.Tag.needs_fixed_stride_order,),
@@ -37,6 +42,11 @@ _library.define(
 def remote_ffn(rows: torch.Tensor, out: torch.Tensor, layer: int) -> None:
     """Write the FFN of decoder layer ``layer``, applied to ``rows`` ``[tokens, hidden]``, to ``out`` (same shape)."""
     _call(layer, rows, (), out)
+
+
+def remote_ffn_ids(rows: torch.Tensor, input_ids: torch.Tensor, out: torch.Tensor, layer: int) -> None:
+    """The same for an FFN that takes ``input_ids``, int32 ``[tokens]``, beside the rows."""
+    _call(layer, rows, (input_ids.unsqueeze(1),), out)
 
 
 def remote_summands(rows: torch.Tensor, routed: torch.Tensor, shared: torch.Tensor, layer: int) -> None:
@@ -81,6 +91,10 @@ def _fake(rows: torch.Tensor, out: torch.Tensor, layer: int) -> None:
     return None
 
 
+def _fake_ids(rows: torch.Tensor, input_ids: torch.Tensor, out: torch.Tensor, layer: int) -> None:
+    return None
+
+
 def _fake_summands(rows: torch.Tensor, routed: torch.Tensor, shared: torch.Tensor, layer: int) -> None:
     return None
 
@@ -97,13 +111,16 @@ def _fake_experts(
 
 
 _library.impl("remote_ffn", remote_ffn, "CompositeExplicitAutograd")
+_library.impl("remote_ffn_ids", remote_ffn_ids, "CompositeExplicitAutograd")
 _library.impl("remote_summands", remote_summands, "CompositeExplicitAutograd")
 _library.impl("remote_experts", remote_experts, "CompositeExplicitAutograd")
 torch.library.register_fake(OP_NAME, _fake, lib=_library)
+torch.library.register_fake(IDS_OP_NAME, _fake_ids, lib=_library)
 torch.library.register_fake(SUMMANDS_OP_NAME, _fake_summands, lib=_library)
 torch.library.register_fake(EXPERTS_OP_NAME, _fake_experts, lib=_library)
 
 #: What stand-ins call.
 REMOTE_FFN: Any = torch.ops.afd_patch.remote_ffn
+REMOTE_FFN_IDS: Any = torch.ops.afd_patch.remote_ffn_ids
 REMOTE_SUMMANDS: Any = torch.ops.afd_patch.remote_summands
 REMOTE_EXPERTS: Any = torch.ops.afd_patch.remote_experts

@@ -13,7 +13,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from afd_patch.attention.op import REMOTE_FFN
+from afd_patch.attention.op import REMOTE_FFN, REMOTE_FFN_IDS
+from afd_patch.errors import ConnectorError
 
 #: What a native FFN keeps as plain attributes and others read (``n_routed_experts``, ``tp_size``, ...).
 _PLAIN = (bool, int, float, str, type(None))
@@ -34,6 +35,25 @@ class RemoteFFN:
 
     def extra_repr(self) -> str:
         return f"layer={self.afd_layer}"
+
+
+class RemoteIdsFFN(RemoteFFN):
+    """The stand-in for an FFN that takes the token id of each row beside the rows."""
+
+    def forward(
+        self, hidden_states: torch.Tensor, input_ids: torch.Tensor | None = None, *args: Any, **kwargs: Any
+    ) -> torch.Tensor:
+        """``input_ids`` is int32 ``[tokens]``; anything else raises ``ConnectorError`` before something is sent."""
+        tokens = hidden_states.shape[0]
+        if input_ids is None or input_ids.shape != (tokens,) or input_ids.dtype != torch.int32:
+            given = "not given" if input_ids is None else f"{input_ids.dtype} {tuple(input_ids.shape)}"
+            raise ConnectorError(
+                f"layer {self.afd_layer}: input_ids is {given}, and its FFN takes torch.int32 {(tokens,)}, one token "
+                "id for each row; the model runner has to pass them on"
+            )
+        out = torch.empty_like(hidden_states, dtype=self.afd_reply_dtype)
+        REMOTE_FFN_IDS(hidden_states, input_ids, out, self.afd_layer)
+        return out.to(hidden_states.dtype)
 
 
 class NothingToAdd:
@@ -58,12 +78,12 @@ def stand_in_class(native: type, behaviour: type) -> Any:
     return type(f"{prefix}{native.__name__}", (behaviour, native, PPMissingLayer), {"__module__": __name__})
 
 
-def make_remote(native: nn.Module, layer: int, reply_dtype: torch.dtype) -> nn.Module:
+def make_remote(native: nn.Module, layer: int, reply_dtype: torch.dtype, input_ids: bool = False) -> nn.Module:
     """A stand-in for ``native``, the FFN of decoder layer number ``layer``, with its plain public attributes.
 
-    Results arrive as ``reply_dtype``.
+    Results arrive as ``reply_dtype``. ``input_ids``: the FFN takes the token ids of the rows, too.
     """
-    stand_in = make_stand_in(native, RemoteFFN, layer)
+    stand_in = make_stand_in(native, RemoteIdsFFN if input_ids else RemoteFFN, layer)
     stand_in.afd_reply_dtype = reply_dtype
     return stand_in
 

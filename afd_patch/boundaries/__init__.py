@@ -8,6 +8,7 @@ from __future__ import annotations
 import difflib
 
 from afd_patch.boundaries.deepseek_v2 import DEEPSEEK_V2
+from afd_patch.boundaries.deepseek_v4 import DEEPSEEK_V4
 from afd_patch.boundaries.dense import LLAMA, QWEN3
 from afd_patch.boundaries.ernie4_5_moe import ERNIE4_5_MOE
 from afd_patch.boundaries.glm4_moe import GLM4_MOE
@@ -25,6 +26,7 @@ from afd_patch.errors import UnsupportedError
 
 TABLES: tuple[Boundary, ...] = (
     DEEPSEEK_V2,
+    DEEPSEEK_V4,
     ERNIE4_5_MOE,
     GLM4_MOE,
     GPT_OSS,

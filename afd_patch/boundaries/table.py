@@ -127,6 +127,11 @@ class Boundary:
     ``language_model_only``: the checkpoint may have other modalities, and their execution is refused.
     ``refused_quantization``: methods whose native loader asks the FFN modules of a layer for their format, which the
     attention role does not have.
+
+    ``input_ids``: the layer calls its FFN with the rows and the token id of each row, which cross beside them; such a
+    family was compared with stock vLLM in eager mode and with one rank only. ``devices``: the types of device for which
+    vLLM builds the model from the classes of this table; empty where that is all of them. ``refused_moe_backends``:
+    kernels that take the place of the native mixture of experts.
     """
 
     family: str
@@ -144,6 +149,9 @@ class Boundary:
     ffn_summands: tuple[str, ...] = ()
     language_model_only: bool = False
     refused_quantization: tuple[str, ...] = ()
+    input_ids: bool = False
+    devices: tuple[str, ...] = ()
+    refused_moe_backends: tuple[str, ...] = ()
 
     @property
     def ffn(self) -> tuple[str, ...]:
@@ -154,6 +162,15 @@ class Boundary:
     def classes(self) -> tuple[str, ...]:
         """Every class whose construction is intercepted."""
         return (self.decoder, *self.ffn, *self.attention)
+
+    @property
+    def why_gate_stays(self) -> str | None:
+        """Why the router cannot run in the attention role; ``None`` where it can."""
+        if self.router is not None:
+            return None
+        if self.moe:
+            return "its router cannot run in the attention role: the cut through these experts was not built"
+        return "it has no router, so with AFD_GATE=attention nothing would cross"
 
     def summands_cross(self, config: Any, gate: str, compiled: bool) -> bool:
         """Whether routed and shared results cross apart although the router is in the FFN role.
@@ -169,13 +186,14 @@ class Boundary:
         """Elements of a row there and back; ``config`` is the model's, ``itemsize`` is of an element of the rows.
 
         With the router in the attention role, the weight (float32) and number (int32) of each chosen expert cross
-        beside a row, and routed and shared results come back side by side, because the attention role adds them.
+        beside a row, and routed and shared results come back side by side, because the attention role adds them. A
+        token id (int32) crosses beside the row where the FFN takes one.
         """
         hidden = int(config.hidden_size)
         if self.summands_cross(config, gate, compiled):
             return hidden, 2 * hidden
         if gate == "ffn" or self.router is None:
-            return hidden, hidden
+            return hidden + (4 // itemsize if self.input_ids else 0), hidden
         routing = 2 * self.router.experts_per_row(config) * 4 // itemsize
         return hidden + routing, hidden * (2 if self.router.has_shared(config) else 1)
 
@@ -203,12 +221,23 @@ class Boundary:
 
         ``gate`` is where the router runs.
         """
-        if gate == "attention" and self.router is None:
-            yield "it has no router, so with AFD_GATE=attention nothing would cross; use AFD_GATE=ffn"
+        if gate == "attention" and self.why_gate_stays:
+            yield f"{self.why_gate_stays}; use AFD_GATE=ffn"
+        device = vllm_config.device_config.device_type if self.devices else ""
+        if device and device not in self.devices:
+            yield (
+                f"on {device} vLLM builds it from other classes than those of {self.decoder.partition(':')[0]}, and no "
+                f"table knows them; it can be split on: {', '.join(self.devices)}"
+            )
+        backend = vllm_config.kernel_config.moe_backend if self.refused_moe_backends else ""
+        if backend in self.refused_moe_backends:
+            yield f"--moe-backend {backend} takes the place of the experts that are cut out; use another one"
         multimodal = getattr(vllm_config.model_config, "multimodal_config", None)
         if self.language_model_only and multimodal is not None and not multimodal.language_model_only:
             yield "only the language model can be split, not its other modalities; add --language-model-only"
         mode = vllm_config.compilation_config.mode
+        if self.input_ids and getattr(mode, "name", "") not in ("", "NONE"):
+            yield "compiled, it was not compared with stock vLLM; add --enforce-eager"
         if gate == "ffn" and self.gate_in_float32 and getattr(mode, "name", "") in _TRACED_AS_A_WHOLE:
             yield (
                 "compiled, its router reads rows before they are rounded, and rows cross rounded; add --enforce-eager, "
@@ -234,7 +263,9 @@ class Boundary:
 
     def _refusals_of_ranks(self, vllm_config: Any, gate: str, compiled: bool) -> Iterator[str]:
         """Where the attention role keeps the native runner of the experts, that sums over the ranks, too."""
-        if gate == "attention":
+        if self.input_ids:
+            yield "its FFN takes token ids, which was not tried with several tensor-parallel ranks; use one rank"
+        elif gate == "attention":
             yield "AFD_GATE=attention was not built for several tensor-parallel ranks; use AFD_GATE=ffn, or one rank"
         elif self.summands_cross(vllm_config.model_config.hf_text_config, gate, compiled):
             yield (

@@ -96,8 +96,8 @@ def check_model(model: Model, names: Names | None, known: dict[str, tuple[str, s
         section.problem(model.architecture, str(error).removeprefix(f"{model.architecture} "))
     else:
         section.ok(model.architecture, f"has a boundary table (family {model.boundary.family})")
-        if gate == "attention" and model.boundary.router is None:
-            section.problem("AFD_GATE", "the model has no router, so nothing would cross", "use AFD_GATE=ffn")
+        if gate == "attention" and model.boundary.why_gate_stays:
+            section.problem("AFD_GATE", model.boundary.why_gate_stays, "use AFD_GATE=ffn")
     if names is not None and known and model.architecture not in known:
         version = names.tree.version() or "of unknown version"
         section.problem(model.architecture, f"vLLM {version} does not know this architecture", "use another version")

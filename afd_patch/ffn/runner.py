@@ -55,6 +55,7 @@ class FFNRunner:
         self._hidden: int = vllm_config.model_config.hf_text_config.hidden_size
         self._request_columns = build.request_columns
         self._gate = build.gate
+        self._input_ids = build.boundary.input_ids
         self._modules = build.layers
         self._layers: dict[int, Callable[..., torch.Tensor | tuple[torch.Tensor, ...]]] = dict(build.layers)
         if traced_as_a_whole(vllm_config):
@@ -78,6 +79,9 @@ class FFNRunner:
         return self._compute(layer, *inputs)
 
     def _inputs(self, rows: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        if self._input_ids:
+            own, ids = split(rows, self._hidden, torch.int32)
+            return own, ids.view(-1)
         return (rows,) if self._gate == "ffn" else split(rows, self._hidden, torch.int32)
 
     def _compute(self, layer: int, *inputs: torch.Tensor) -> torch.Tensor:

@@ -27,7 +27,7 @@ FOR_FFN_RUNNER: ContextVar[bool] = ContextVar("afd_patch_for_ffn_runner", defaul
 
 #: Ops with a hand-off, by where the router runs. On GPUs, vLLM's op around a mixture of experts has ours inside.
 _HAND_OFFS = {
-    "ffn": ("afd_patch::remote_ffn", "afd_patch::remote_summands"),
+    "ffn": ("afd_patch::remote_ffn", "afd_patch::remote_ffn_ids", "afd_patch::remote_summands"),
     "attention": ("afd_patch::remote_experts", "vllm::moe_forward", "vllm::moe_forward_shared"),
 }
 

@@ -181,7 +181,8 @@ class ModelBuild:
         stand_ins: dict[int, nn.Module] = {}
         for number, parts in native.items():
             first, *others = parts.values()
-            stand_ins[id(first)] = self.layers[number] = make_remote(first, number, self.reply_dtype)
+            stand_in = make_remote(first, number, self.reply_dtype, self.boundary.input_ids)
+            stand_ins[id(first)] = self.layers[number] = stand_in
             stand_ins.update({id(module): make_nothing(module, number) for module in others})
             for attribute, module in parts.items():
                 setattr(parents[id(module)], attribute, stand_ins[id(module)])

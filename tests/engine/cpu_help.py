@@ -101,12 +101,71 @@ def buildable_sparse_attention() -> None:
     CpuPlatform.get_attn_backend_cls = classmethod(get_attn_backend_cls)
 
 
+def deepseek_v4_kernels() -> None:
+    """How DeepSeek V4 chooses experts, for processors without AMX: kernels that vLLM has in its build for AMX only."""
+    import torch
+    from torch.nn.functional import softplus
+
+    def weigh(logits: torch.Tensor, chosen: torch.Tensor, scaling: float) -> tuple[torch.Tensor, torch.Tensor]:
+        scores = softplus(logits.float()).sqrt().gather(1, chosen.long())
+        return scores / scores.sum(1, keepdim=True) * scaling, chosen.to(torch.int32)
+
+    def hash_topk_cpu(
+        logits: torch.Tensor, tid2eid: torch.Tensor, topk: int, scoring: str, fused: int, experts: int, scaling: float
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        return weigh(logits, tid2eid, scaling)
+
+    def biased_topk_cpu(
+        rows: torch.Tensor, logits: torch.Tensor, bias: torch.Tensor, topk: int, renormalize: bool, scoring: str,
+        fused: int, scaling: float | None, apply_scaling: bool,
+    ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
+        chosen = (softplus(logits.float()).sqrt() + bias).topk(topk, dim=1).indices
+        return weigh(logits, chosen, scaling or 1.0)
+
+    _native_op(
+        hash_topk_cpu,
+        "(Tensor logits, Tensor tid2eid, int topk, str scoring, int fused, int experts, float scaling)"
+        " -> (Tensor, Tensor)",
+    )
+    _native_op(
+        biased_topk_cpu,
+        "(Tensor rows, Tensor logits, Tensor bias, int topk, bool renormalize, str scoring, int fused,"
+        " float? scaling, bool apply_scaling) -> (Tensor, Tensor)",
+    )
+
+
+def deepseek_v4() -> None:
+    """The same, and attention can be loaded: a weight stays as it is where there is no kernel to pack it."""
+    deepseek_v4_kernels()
+
+    def convert_weight_packed(weight: Any) -> Any:
+        return weight.clone()
+
+    _native_op(convert_weight_packed, "(Tensor weight) -> Tensor")
+
+
+def _native_op(function: Callable[..., Any], schema: str) -> None:
+    """``function`` as the op of its name among vLLM's own, unless there is one."""
+    import torch
+
+    if hasattr(torch.ops._C, function.__name__):
+        return
+    library = torch.library.Library("_C", "FRAGMENT")
+    library.define(f"{function.__name__}{schema}")
+    library.impl(function.__name__, function, "CPU")
+    _libraries.append(library)
+
+
+#: An op goes when its library does.
+_libraries: list[Any] = []
+
 HELP: dict[str, Callable[[], None]] = {
     "qwen3_5_moe": torchvision,
     "qwen3_5_moe_text": torchvision,
     "minimax_m2": minimax_m2_router,
     "deepseek_v32": dense_mla,
     "glm_moe_dsa": dense_mla,
+    "deepseek_v4": deepseek_v4,
 }
 
 #: Engine arguments without which stock vLLM does not run an architecture.
