@@ -144,9 +144,33 @@ def deepseek_v4() -> None:
     _native_op(convert_weight_packed, "(Tensor weight) -> Tensor")
 
 
+def deepseek_v4_without_attention() -> None:
+    """DeepSeek V4 runs, with something else in the places of what only the build for AMX has.
+
+    Attention, and the sum of the residual streams at the end, are replaced by something that depends on their input;
+    streams are mixed by vLLM's own reference code. vLLM 0.32.0 asks its CPU scheduler of tiles for keys that it lacks.
+    """
+    deepseek_v4()
+    from vllm.model_executor.layers import mhc
+    from vllm.models.deepseek_v4.cpu.cpu_mla import DeepseekV4CPUSparseSWAMetadataBuilder
+    from vllm.models.deepseek_v4.cpu.cpu_sparse import DeepseekV4CPUAttention
+
+    def attention(self: Any, positions: Any, rows: Any, *args: Any) -> Any:
+        return rows * (positions.unsqueeze(1) % 7).to(rows.dtype)
+
+    DeepseekV4CPUAttention.forward = attention
+    DeepseekV4CPUSparseSWAMetadataBuilder.build_tile_scheduler = lambda self, tokens: dict.fromkeys(
+        ("swaonly", "c4a", "c128a", "c1a", "c2a")
+    )
+    mhc.MHCPreOp.forward_cpu = mhc.MHCPreOp.forward_native
+    mhc.MHCPostOp.forward_cpu = mhc.MHCPostOp.forward_native
+    mhc.HCHeadOp.forward_cpu = lambda self, streams, *args: streams.mean(1)
+
+
 def _native_op(function: Callable[..., Any], schema: str) -> None:
     """``function`` as the op of its name among vLLM's own, unless there is one."""
     import torch
+    import vllm._custom_ops  # noqa: F401  (it loads vLLM's own)
 
     if hasattr(torch.ops._C, function.__name__):
         return
@@ -166,6 +190,7 @@ HELP: dict[str, Callable[[], None]] = {
     "deepseek_v32": dense_mla,
     "glm_moe_dsa": dense_mla,
     "deepseek_v4": deepseek_v4,
+    "deepseek_v4_without_attention": deepseek_v4_without_attention,
 }
 
 #: Engine arguments without which stock vLLM does not run an architecture.

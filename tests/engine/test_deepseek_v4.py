@@ -1,10 +1,10 @@
 """DeepSeek V4: token ids cross beside the rows, the two roles share the model, and what cannot run is refused.
 
 Stock vLLM 0.32 for CPU has the kernels of this model in its build with AMX only, so without AMX it does not run as a
-whole. What is compared here are the models as they are built and loaded, and each FFN, called the way the native
-decoder layer calls it: on stock vLLM's own module, in the FFN role, and through the stand-in and a connection. Where
-the processor has no kernel for them, choosing experts and packing a weight of attention are made up for, the same way
-on all sides (``cpu_help.deepseek_v4``).
+whole. What is compared here are the models as they are built and loaded; each FFN, called the way the native decoder
+layer calls it, on stock vLLM's own module, in the FFN role, and through the stand-in and a connection; and generations
+of a model whose attention is replaced. Where the processor has no kernel for them, choosing experts and packing a
+weight of attention are made up for, the same way on all sides (``cpu_help.deepseek_v4``).
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from tests.engine.cpu_help import deepseek_v4, deepseek_v4_kernels
 from tests.engine.engines import ENGINE, build, ffn_server
 from tests.engine.test_ownership import describe, record_reads
 from tests.engine.test_refusals import NOWHERE
+from tests.engine.test_v2_runner import ENV, in_fresh_interpreter
 
 LAYERS = 3
 TABLE = boundaries.find("DeepseekV4ForCausalLM")
@@ -181,6 +182,21 @@ def test_ids_that_were_not_agreed_are_refused_before_anything_is_sent(sides: Any
     given = ["torch.int32 (5,)", "torch.int64 (37,)", "torch.int32 (37, 1)", "torch.float32 (37,)"]
     assert [what in message for what, message in zip(given, others, strict=True)] == [True] * 4
     assert sides["attention"]["calls after"] == sides["attention"]["calls"]
+
+
+def test_tokens_without_native_attention(checkpoint: Any, endpoint: str, attention: dict[str, str]) -> None:
+    """Everything around attention is native: the model, its runner, and the ids that it hands to its layers."""
+    path, needs = checkpoint("deepseek_v4"), "deepseek_v4_without_attention"
+    server = Child(helped_server, path, endpoint)
+    try:
+        split = Child(in_fresh_interpreter, path, needs, env={**ENV, **attention}).result()
+    finally:
+        server.stop()
+    native = Child(in_fresh_interpreter, path, needs, env=ENV).result()
+    assert native["calls"] == 0
+    assert split["calls"] > 0
+    assert split["calls"] % LAYERS == 0
+    assert split["outputs"] == native["outputs"]
 
 
 def unhelped(path: str) -> bool:

@@ -17,14 +17,14 @@ from tests.engine.engines import ENGINE, GREEDY, PROMPTS
 ENV = {"VLLM_USE_V2_MODEL_RUNNER": "1", "TRITON_INTERPRET": "1"}
 
 
-def in_fresh_interpreter(model: str) -> dict[str, Any]:
+def in_fresh_interpreter(model: str, needs: str = "") -> dict[str, Any]:
     """Triton is looked for when vLLM is imported, so the fork server's import comes too late."""
     import json
     import subprocess
     import sys
 
     done = subprocess.run(
-        [sys.executable, "-m", "tests.engine.v2_runner", json.dumps([model, PROMPTS, ENGINE, GREEDY])],
+        [sys.executable, "-m", "tests.engine.v2_runner", json.dumps([model, PROMPTS, ENGINE, GREEDY, needs])],
         capture_output=True,
         text=True,
         check=False,

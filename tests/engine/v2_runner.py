@@ -34,14 +34,18 @@ def pretend_triton_backend() -> None:
     triton.backends.backends["cpu"] = triton.backends.Backend(compiler=None, driver=Driver)
 
 
-def main(model: str, prompts: list[Any], engine: dict[str, Any], sampling: dict[str, Any]) -> None:
+def main(model: str, prompts: list[Any], engine: dict[str, Any], sampling: dict[str, Any], needs: str = "") -> None:
+    """``needs`` names what stock vLLM for CPU lacks for the model (``cpu_help.HELP``)."""
     pretend_triton_backend()
     from afd_patch import plugin
 
     plugin.register()
     from vllm import LLM
 
+    from tests.engine.cpu_help import HELP
     from tests.engine.engines import ask, remote_calls
+
+    HELP.get(needs, lambda: None)()
 
     llm = LLM(model, **engine)
     runner = llm.llm_engine.model_executor.driver_worker.worker.model_runner
