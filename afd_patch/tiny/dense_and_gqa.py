@@ -43,7 +43,7 @@ ARCHITECTURES = (
     ),
     hf(
         "qwen3_moe_789m",
-        "Qwen3-MoE for benchmarks of loading: 789 M parameters, of which attention has 336 M; hidden 2048, 6 layers",
+        "Qwen3-MoE for benchmarks of loading: 789 M parameters, attention has 336 M of them; 6 layers",
         "Qwen3MoeConfig",
         vocab_size=32768,
         hidden_size=2048,
