@@ -31,7 +31,7 @@ VARIABLES: Mapping[str, str] = {
     "AFD_GATE": "where the router of a mixture of experts runs: ffn (default) or attention",
     "AFD_CONNECT_TIMEOUT": "seconds to wait at start until an FFN server answers (default 60)",
     "AFD_CALL_TIMEOUT": "seconds until a call that no FFN server answers fails (default 30)",
-    "AFD_SPIN_US": "microseconds of active waiting before a wait blocks (default 50; 0 turns it off)",
+    "AFD_SPIN_US": "microseconds of active waiting before a wait blocks (default 100; 0 turns it off)",
 }
 
 #: Kubernetes injects these for a service whose name starts with "afd"; they are never ours.
@@ -52,7 +52,7 @@ class AFDConfig:
     gate: str = "ffn"
     connect_timeout: float = 60.0
     call_timeout: float = 30.0
-    spin_us: int = 50
+    spin_us: int = 100
 
     def __post_init__(self) -> None:
         if self.role not in ROLES:
@@ -94,7 +94,7 @@ class AFDConfig:
             gate=environ.get("AFD_GATE") or "ffn",
             connect_timeout=_number(environ, "AFD_CONNECT_TIMEOUT", 60.0),
             call_timeout=_number(environ, "AFD_CALL_TIMEOUT", 30.0),
-            spin_us=int(_number(environ, "AFD_SPIN_US", 50)),
+            spin_us=int(_number(environ, "AFD_SPIN_US", 100)),
         )
 
     @classmethod
