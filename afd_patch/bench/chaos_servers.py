@@ -9,7 +9,6 @@ import json
 import os
 import random
 import signal
-import socket
 import urllib.request
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -17,7 +16,7 @@ from typing import Any
 
 from afd_patch.bench.chaos_streams import Source
 from afd_patch.bench.processes import Group, environment
-from afd_patch.bench.report import divide
+from afd_patch.bench.report import divide, free_port
 from afd_patch.connectors.endpoint import Endpoint
 from afd_patch.serve.launcher import READY
 
@@ -137,9 +136,3 @@ class SmallDeployment:
         self.ffn.kill()
         for connector in self._connectors:
             connector.close()
-
-
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as probe:
-        port: int = probe.getsockname()[1]
-    return port

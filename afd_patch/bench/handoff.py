@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from afd_patch.bench import floors
-from afd_patch.bench.report import core_set, divide, percentile, table
+from afd_patch.bench.report import core_set, divide, free_port, percentile, table
 from afd_patch.errors import ConfigError
 
 TAKES_VLLM_FLAGS = False
@@ -205,12 +205,7 @@ def _serve(endpoint: str, cores: str, hidden: int, rows: int, spin_us: int) -> N
 
 
 def _endpoint(kind: str, folder: Path) -> str:
-    if kind == "unix":
-        return f"unix:{folder}/ffn.sock"
-    import socket
-
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        return f"tcp://127.0.0.1:{free.getsockname()[1]}"
+    return f"unix:{folder}/ffn.sock" if kind == "unix" else f"tcp://127.0.0.1:{free_port()}"
 
 
 def _default_spin() -> int:

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import json
 import math
-import struct
 from pathlib import Path
 from typing import Any
 
 from afd_patch.errors import ConfigError
+from afd_patch.identity import read_header
 
 
 def checkpoint(model: str | None, folder: Path, architecture: str) -> Path:
@@ -30,9 +29,7 @@ def tensors(model: Path) -> dict[str, dict[str, Any]]:
     """Name to ``dtype``, ``shape`` and ``data_offsets`` of all checkpoint tensors."""
     found: dict[str, dict[str, Any]] = {}
     for path in weight_files(model):
-        with path.open("rb") as file:
-            (length,) = struct.unpack("<Q", file.read(8))
-            found |= json.loads(file.read(length))
+        found |= read_header(path)[1]
     found.pop("__metadata__", None)
     return found
 
