@@ -87,37 +87,18 @@ def _call(layer: int, rows: torch.Tensor, side: tuple[torch.Tensor, ...], *parts
             part.copy_(columns)
 
 
-def _fake(rows: torch.Tensor, out: torch.Tensor, layer: int) -> None:
-    return None
+def _fake(*_: Any) -> None:
+    """What a compiler runs instead of any of these ops: they return nothing."""
 
 
-def _fake_ids(rows: torch.Tensor, input_ids: torch.Tensor, out: torch.Tensor, layer: int) -> None:
-    return None
-
-
-def _fake_summands(rows: torch.Tensor, routed: torch.Tensor, shared: torch.Tensor, layer: int) -> None:
-    return None
-
-
-def _fake_experts(
-    rows: torch.Tensor,
-    topk_weights: torch.Tensor,
-    topk_ids: torch.Tensor,
-    routed: torch.Tensor,
-    shared: torch.Tensor | None,
-    layer: int,
-) -> None:
-    return None
-
-
-_library.impl("remote_ffn", remote_ffn, "CompositeExplicitAutograd")
-_library.impl("remote_ffn_ids", remote_ffn_ids, "CompositeExplicitAutograd")
-_library.impl("remote_summands", remote_summands, "CompositeExplicitAutograd")
-_library.impl("remote_experts", remote_experts, "CompositeExplicitAutograd")
-torch.library.register_fake(OP_NAME, _fake, lib=_library)
-torch.library.register_fake(IDS_OP_NAME, _fake_ids, lib=_library)
-torch.library.register_fake(SUMMANDS_OP_NAME, _fake_summands, lib=_library)
-torch.library.register_fake(EXPERTS_OP_NAME, _fake_experts, lib=_library)
+for _name, _op in (
+    (OP_NAME, remote_ffn),
+    (IDS_OP_NAME, remote_ffn_ids),
+    (SUMMANDS_OP_NAME, remote_summands),
+    (EXPERTS_OP_NAME, remote_experts),
+):
+    _library.impl(_name, _op, "CompositeExplicitAutograd")
+    torch.library.register_fake(_name, _fake, lib=_library)
 
 #: What stand-ins call.
 REMOTE_FFN: Any = torch.ops.afd_patch.remote_ffn
