@@ -142,7 +142,7 @@ def test_serve_compares_with_the_best_stock_setting(tmp_path: Path) -> None:
     results = [serve._summary(name, rates[name], prompts) for name, _, _, _, prompts in serve.WORKLOADS]
     by_name = {entry["workload"]: entry for entry in results}
     assert by_name["decode 8"]["tokens_per_second"] == {"stock, one": 256.0, "stock, two": 512.0, "AFD": 128.0}
-    assert by_name["prefill 32x512"]["tokens_per_second"]["AFD"] == 32 * 512 / 4
+    assert by_name["prefill 8x256"]["tokens_per_second"]["AFD"] == 8 * 256 / 4
     assert all((entry["best_stock"], entry["afd_to_best_stock"]) == ("stock, two", 0.25) for entry in results)
     # Everybody generated the same, in the same order.
     assert engines[0].asked == engines[1].asked == engines[2].asked

@@ -28,7 +28,7 @@ WORKLOADS = (
     ("decode 1", 1, 32, 64, False),
     ("decode 8", 8, 32, 64, False),
     ("decode 32", 32, 32, 64, False),
-    ("prefill 32x512", 32, 512, 1, True),
+    ("prefill 8x256", 8, 256, 1, True),
 )
 AFD = "AFD"
 _MODEL_FLAGS = ("--max-model-len", "1024", "--kv-cache-memory-bytes", "512M", "--no-enable-prefix-caching")

@@ -150,8 +150,9 @@ class Forked:
         return os.waitstatus_to_exitcode(status)
 
     def log(self) -> list[str]:
-        lines = self.log_file.read_text().splitlines() if self.log_file.exists() else []
-        return lines[self._old_lines :]
+        """Its complete lines; where a line crosses a page of the file, a reader may see only its first part."""
+        text = self.log_file.read_text() if self.log_file.exists() else ""
+        return text[: text.rfind("\n") + 1].splitlines()[self._old_lines :]
 
     def forget_log(self) -> None:
         """``log`` begins here."""

@@ -25,8 +25,8 @@ WITNESS = """
 import json, os, sys, threading, time
 def watch():
     while True:
-        activation = sys.modules.get("afd_patch.activation")
-        current = activation.current() if activation else None
+        # While another thread imports the module, it is there without its functions.
+        current = getattr(sys.modules.get("afd_patch.activation"), "current", lambda: None)()
         if current is not None:
             states = {s.name: s.state.name for s in current.manager.status()}
             path = os.path.join(os.environ["WITNESS"], f"{os.getpid()}.json")
