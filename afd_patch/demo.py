@@ -10,7 +10,6 @@ from __future__ import annotations
 import argparse
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -19,6 +18,8 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, NoReturn
+
+from afd_patch.hosting import free_port
 
 QUESTION = "What is the capital of France?"
 ENGINE_FLAGS = ("--max-model-len", "2048", "--kv-cache-memory-bytes", "256M", "--enforce-eager")
@@ -63,7 +64,7 @@ def _demo(folder: Path, port: int | None) -> None:
         _run("afd_patch.tiny", "smollm2-moe", str(model), "--force")
 
     _step(2, "Two processes. One has attention, KV cache and the OpenAI API: vLLM as it is. The other has the experts.")
-    port = port or _free_port()
+    port = port or free_port()
     with _served(model, port, log) as url:
         _step(3, f'A question, through the OpenAI API: "{QUESTION}"')
         _say(f"Answer: {_ask(url)}")
@@ -178,13 +179,6 @@ def _environment() -> dict[str, str]:
     """This environment without AFD settings of the caller's, without a look at the hub, without progress bars."""
     own = {name: value for name, value in os.environ.items() if not name.startswith("AFD_")}
     return {**own, "HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1", "TQDM_DISABLE": "1"}
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-    return port
 
 
 def _tail(log: Path, lines: int = 20) -> str:

@@ -21,6 +21,7 @@ from afd_patch.doctor.findings import Section
 from afd_patch.doctor.model import check_model, find_model, identity_of
 from afd_patch.ffn.listener import Listener
 from afd_patch.ffn.server import FFNServer
+from afd_patch.hosting import free_port
 from afd_patch.identity import Identity, weights_fingerprint
 
 
@@ -38,7 +39,7 @@ def folder() -> Iterator[Path]:
 def who(**changes: Any) -> Identity:
     values: dict[str, Any] = {
         "vllm": "0.32.0", "model": "0123456789abcdef", "weights": "fedcba9876543210", "architecture": "XForCausalLM",
-        "boundary": "x", "gate": "ffn", "dtype": "bfloat16", "reply_dtype": "float32", "hidden_size": 64,
+        "boundary": "x", "gate": "ffn", "dtype": "bfloat16", "hidden_size": 64,
         "request_columns": 64, "reply_columns": 64, "layers": 2, "compiled": True, "max_rows": 16,
     }  # fmt: skip
     return Identity(**{**values, **changes})
@@ -57,13 +58,8 @@ def serving(endpoint: Endpoint, identity: Identity, *, ready: bool = True) -> It
         server.close()
 
 
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as taken:
-        return int(taken.getsockname()[1])
-
-
 @pytest.mark.parametrize("kind", ["unix", "tcp"])
-@pytest.mark.parametrize("identity", [who(), who(dtype="float32", compiled=False, reply_dtype="float32")])
+@pytest.mark.parametrize("identity", [who(), who(dtype="float32", compiled=False)])
 def test_a_server_says_who_it_is_and_computes_nothing(kind: str, identity: Identity, folder: Path) -> None:
     endpoint = parse_endpoint(f"unix:{folder}/s" if kind == "unix" else f"tcp://127.0.0.1:{free_port()}")
     with serving(endpoint, identity) as server:

@@ -23,9 +23,10 @@ from afd_patch.bench.chaos_servers import SmallDeployment, VLLMDeployment
 from afd_patch.bench.chaos_streams import Record, Stream, ask
 from afd_patch.bench.models import checkpoint
 from afd_patch.bench.proxy import DISTURBANCES, Proxy
-from afd_patch.bench.report import free_port, median
+from afd_patch.bench.report import median
 from afd_patch.connectors.endpoint import parse_endpoint
 from afd_patch.errors import ConfigError
+from afd_patch.hosting import free_port
 
 TAKES_VLLM_FLAGS = True
 KILL, STOP = "kill -9", "SIGSTOP"

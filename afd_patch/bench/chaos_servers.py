@@ -16,8 +16,9 @@ from typing import Any
 
 from afd_patch.bench.chaos_streams import Source
 from afd_patch.bench.processes import Group, environment
-from afd_patch.bench.report import divide, free_port
+from afd_patch.bench.report import divide
 from afd_patch.connectors.endpoint import Endpoint
+from afd_patch.hosting import free_port
 from afd_patch.serve.launcher import READY
 
 TOKENS = 48
@@ -105,7 +106,9 @@ class VLLMDeployment:
                     yield from choice.get("token_ids") or []
 
     def close(self) -> None:
-        self._api.kill()
+        if self._api.running:
+            os.kill(self._api.pid, signal.SIGTERM)  # only the first process: it ends its own
+        self._api.end()
         self.ffn.signal(signal.SIGCONT)
         self.ffn.kill()
 

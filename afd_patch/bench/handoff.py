@@ -19,8 +19,9 @@ from pathlib import Path
 from typing import Any
 
 from afd_patch.bench import floors
-from afd_patch.bench.report import core_set, divide, free_port, percentile, table
+from afd_patch.bench.report import core_set, divide, percentile, table
 from afd_patch.errors import ConfigError
+from afd_patch.hosting import free_port
 
 TAKES_VLLM_FLAGS = False
 BLOCKING, ACTIVE, CONNECTOR, OP = "blocking floor", "active floor", "connector", "op"

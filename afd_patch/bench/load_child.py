@@ -5,7 +5,6 @@ Takes the measure of ``load_model`` of vLLM's own worker: of what it reads, and 
 
 from __future__ import annotations
 
-import ctypes
 import gc
 import json
 import os
@@ -18,6 +17,7 @@ from typing import Any
 
 from afd_patch.bench import pages
 from afd_patch.bench.models import weight_files
+from afd_patch.hosting import give_back_memory
 
 
 def main(role: str, out: Path, endpoint: str, flags: list[str]) -> None:
@@ -64,7 +64,7 @@ def _measure_load(out: Path) -> None:
         seconds = time.perf_counter() - begin
         gc.collect()
         after, read = _resident(), pages.cached(files)
-        ctypes.CDLL(None).malloc_trim(0)
+        give_back_memory()
         trimmed = _resident()
         model = self.model_runner.get_model()
         held = {p.data_ptr(): p.untyped_storage().nbytes() for p in [*model.parameters(), *model.buffers()]}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import json
 import os
 import re
@@ -12,16 +11,19 @@ import sys
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from afd_patch.errors import ConfigError
+from afd_patch.hosting import end_with_parent
 
-_PR_SET_PDEATHSIG = 1
 _ERROR = re.compile(r"\b\w*(Error|Exception|Exit)\b: |afd_patch: ")
 _START_TIMEOUT = 600.0
 #: Seconds that an engine has after its answer to finish what it has begun, before it is stopped.
 _SETTLE = 0.1
+#: Seconds that a process which was told to end has until it is killed.
+_LAST_WORDS = 30.0
 
 
 def environment(**settings: str) -> dict[str, str]:
@@ -42,7 +44,8 @@ class Group:
             self._start = output.tell()
             self._process = subprocess.Popen(
                 [sys.executable, "-m", *arguments], env=env, stdin=subprocess.DEVNULL, stdout=output,
-                stderr=subprocess.STDOUT, start_new_session=True, pass_fds=fds, preexec_fn=_end_with_parent,
+                stderr=subprocess.STDOUT, start_new_session=True, pass_fds=fds,
+                preexec_fn=partial(end_with_parent, signal.SIGKILL),
             )  # fmt: skip
 
     @property
@@ -88,6 +91,12 @@ class Group:
     def signal(self, number: int) -> None:
         with suppress(ProcessLookupError):
             os.killpg(self.pid, number)
+
+    def end(self) -> None:
+        """Wait until it has ended, as it was told to; kill what has not, which leaves shared memory behind."""
+        with suppress(ConfigError):
+            self.wait(_LAST_WORDS)
+        self.kill()
 
     def kill(self) -> None:
         """SIGKILL to all of it, and wait for the first process."""
@@ -144,11 +153,9 @@ class Engine:
             group.signal(number)
 
     def close(self) -> None:
-        for group in reversed(self._groups):
+        self._commands.close()  # it ends
+        self._signal(signal.SIGCONT)
+        self._group.end()
+        for group in self._groups:
             group.kill()
-        self._commands.close()
         self._answers.close()
-
-
-def _end_with_parent() -> None:
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)

@@ -8,7 +8,6 @@ import importlib.util
 import json
 import os
 import platform
-import socket
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -77,13 +76,6 @@ def core_set(side: str) -> set[int]:
     """``"0,2-4"`` as a set of core numbers; raises ``ValueError``."""
     parts = [part.partition("-") for part in side.split(",")]
     return {core for first, _, last in parts for core in range(int(first), int(last or first) + 1)}
-
-
-def free_port() -> int:
-    """A TCP port of this host that nobody listens on."""
-    with socket.create_server(("127.0.0.1", 0)) as probe:
-        port: int = probe.getsockname()[1]
-    return port
 
 
 def percentile(values: Sequence[float], percent: float) -> float:

@@ -10,7 +10,6 @@ watches the followers and ends the role when one ends; the kernel kills the foll
 
 from __future__ import annotations
 
-import ctypes
 import logging
 import multiprocessing
 import os
@@ -30,6 +29,7 @@ from typing import Any
 
 from afd_patch.config import AFDConfig
 from afd_patch.errors import AFDError, RankLost
+from afd_patch.hosting import end_with_parent
 
 logger = logging.getLogger("vllm.afd_patch")
 
@@ -38,7 +38,6 @@ _CALL = struct.Struct("<ii")
 _END = _CALL.pack(0, 0)
 _LOADED = b"loaded"
 
-_PR_SET_PDEATHSIG = 1
 #: Seconds that the followers have to end by themselves, and rank 0 when a follower has ended.
 _END_TIMEOUT, _LOST_GRACE = 5.0, 2.0
 #: Seconds after which the end of one process is known to the others.
@@ -185,7 +184,7 @@ def _follow(
     rank_0: int,
 ) -> None:  # fmt: skip
     """A follower, from its first line to its last."""
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    end_with_parent(signal.SIGKILL)
     if os.getppid() != rank_0:
         return
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):  # they reach rank 0 too, which drains first

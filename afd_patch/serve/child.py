@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import os
 import signal
 import subprocess
@@ -12,8 +11,10 @@ import time
 from collections import deque
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from functools import partial
 
-_PR_SET_PDEATHSIG = 1
+from afd_patch.hosting import end_with_parent
+
 #: Seconds that the rest of a process group has to end by itself, once its leader has.
 _GROUP_GRACE = 5.0
 
@@ -41,7 +42,7 @@ class ChildProcess:
             text=True,
             errors="replace",
             start_new_session=True,  # Ctrl-C reaches the launcher only, which stops its children in order
-            preexec_fn=_end_with_parent,
+            preexec_fn=partial(end_with_parent, signal.SIGTERM),  # if the launcher is killed and can stop nobody
         )
         self._relay = threading.Thread(target=self._relay_output, name=f"output of {name}", daemon=True)
         self._relay.start()
@@ -84,8 +85,3 @@ class ChildProcess:
     def join_output(self) -> None:
         """Wait until ``last_lines`` holds the end of the output of a child that has ended."""
         self._relay.join(timeout=5)
-
-
-def _end_with_parent() -> None:
-    """If the launcher is killed and can stop nobody, the kernel sends its children SIGTERM."""
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import re
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
@@ -14,6 +13,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import psutil
+
+from afd_patch.hosting import free_port
 
 ENGINE_FLAGS = ("--enforce-eager", "--max-model-len", "512", "--kv-cache-memory-bytes", "64M", "--dtype", "bfloat16")
 
@@ -87,12 +88,6 @@ class Deployment:
                 continue
         self.process.wait()
         self.log.unlink()
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 def shared_memory_segments() -> set[str]:

@@ -21,7 +21,8 @@ from pathlib import Path
 import openai
 import pytest
 
-from tests.serve.deployment import ENGINE_FLAGS, free_port
+from afd_patch.hosting import free_port
+from tests.serve.deployment import ENGINE_FLAGS
 
 ENV = {"HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1"}
 LONG = {"temperature": 0.0, "max_tokens": 440, "extra_body": {"ignore_eos": True}}
