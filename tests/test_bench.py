@@ -137,13 +137,20 @@ class FakeEngine:
 
 
 def test_serve_compares_with_the_best_stock_setting(tmp_path: Path) -> None:
-    engines: list[Any] = [FakeEngine("stock, one", 2.0), FakeEngine("stock, two", 1.0), FakeEngine(serve.AFD, 4.0)]
+    engines: list[Any] = [
+        FakeEngine("stock, one", 2.0),
+        FakeEngine("stock, two", 1.0),
+        FakeEngine(serve.DIVIDED, 4.0),
+        FakeEngine(serve.SHARED, 2.0),
+    ]
     rates = serve._take_turns(engines, serve.WORKLOADS, 3)
     results = [serve._summary(name, rates[name], prompts) for name, _, _, _, prompts in serve.WORKLOADS]
     by_name = {entry["workload"]: entry for entry in results}
-    assert by_name["decode 8"]["tokens_per_second"] == {"stock, one": 256.0, "stock, two": 512.0, "AFD": 128.0}
-    assert by_name["prefill 8x256"]["tokens_per_second"]["AFD"] == 8 * 256 / 4
-    assert all((entry["best_stock"], entry["afd_to_best_stock"]) == ("stock, two", 0.25) for entry in results)
+    rate = {"stock, one": 256.0, "stock, two": 512.0, serve.DIVIDED: 128.0, serve.SHARED: 256.0}
+    assert by_name["decode 8"]["tokens_per_second"] == rate
+    assert by_name["prefill 8x256"]["tokens_per_second"][serve.DIVIDED] == 8 * 256 / 4
+    assert all(entry["best_stock"] == "stock, two" for entry in results)
+    assert all(entry["to_best_stock"] == {serve.DIVIDED: 0.25, serve.SHARED: 0.5} for entry in results)
     # Everybody generated the same, in the same order.
     assert engines[0].asked == engines[1].asked == engines[2].asked
     assert len(engines[0].asked) == 4 * (3 + 1)

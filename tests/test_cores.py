@@ -7,7 +7,7 @@ import os
 import pytest
 
 from afd_patch.errors import ConfigError
-from afd_patch.serve.launcher import divide_cores
+from afd_patch.serve.launcher import all_cores, divide_cores
 from afd_patch.serve.roles import cores_of_ranks, tensor_parallel_size
 
 
@@ -56,6 +56,15 @@ def test_the_launcher_keeps_what_the_user_chose(
 ) -> None:
     monkeypatch.setenv("VLLM_CPU_OMP_THREADS_BIND", chosen)
     assert divide_cores(attention, ffn) == expected
+
+
+def test_shared_cores(cores: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert all_cores() == ("0,1,2,3,4,5,6,7", "0,1,2,3,4,5,6,7")
+    with pytest.raises(ConfigError, match="does not go with tensor parallelism"):
+        all_cores(1, 2)
+    monkeypatch.setenv("VLLM_CPU_OMP_THREADS_BIND", "0-3")
+    with pytest.raises(ConfigError, match="'0-3' chooses some; leave one of the two out"):
+        all_cores(1, 1)
 
 
 def test_the_launcher_refuses_cores_for_other_numbers_of_ranks(cores: int, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -60,7 +60,7 @@ def _serve(pyplot: Any, content: dict[str, Any]) -> Any:
     )  # fmt: skip
     for axis, entry in zip(axes if len(results) > 1 else [axes], results, strict=True):
         for position, engine in enumerate(engines):
-            colour = _COLOURS[5] if engine == "AFD" else _COLOURS[position % 5]
+            colour = _COLOURS[position % len(_COLOURS)]
             value = entry["tokens_per_second"][engine]
             axis.bar(position, value, color=colour, label=engine, width=0.75)
             rounds = entry["all_rounds"][engine]
@@ -68,7 +68,8 @@ def _serve(pyplot: Any, content: dict[str, Any]) -> Any:
             axis.text(position, 0.02 * max(entry["tokens_per_second"].values()), f"{value:.0f}", ha="center",
                       color="white", fontsize=9, fontweight="bold")  # fmt: skip
         axis.set_xticks([])
-        axis.set_title(f"{entry['workload']}\nAFD / best stock {entry['afd_to_best_stock']:.2f}", fontsize=10)
+        ratios = " and ".join(f"{ratio:.2f}" for ratio in entry["to_best_stock"].values())
+        axis.set_title(f"{entry['workload']}\nAFD / best stock: {ratios}", fontsize=10)
         axis.set_ylabel(f"{entry['counted']} per second" if entry in (results[0], results[-1]) else "")
     handles, labels = (axes if len(results) == 1 else axes[0]).get_legend_handles_labels()
     figure.legend(handles, labels, loc="outside lower center", ncols=len(engines), frameon=False, fontsize=9)

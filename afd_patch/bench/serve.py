@@ -1,9 +1,10 @@
 """Tokens per second of stock vLLM and of AFD, on the same cores, in one run, in turns.
 
 Stock vLLM runs with several settings of its compute threads; the best one of each workload is what AFD is compared
-with. AFD has one half of the cores for attention, the other for the FFN. All engines exist at the same time and stand
-still (SIGSTOP) while it is not their turn. Both sides use offline ``LLM`` with vLLM's own processes, as ``vllm serve``
-has them; ``--in-process`` puts the engine of both sides into one process. Unknown flags go to all engines.
+with. AFD runs twice, as the launcher starts it: with one half of the cores for attention and the other for the FFN, and
+with all of them for both (``--share-cores``). All engines exist at the same time and stand still (SIGSTOP) while it is
+not their turn. All use offline ``LLM`` with vLLM's own processes, as ``vllm serve`` has them; ``--in-process`` puts
+each engine into one process. Unknown flags go to all engines.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from afd_patch.bench.models import checkpoint, parameters
 from afd_patch.bench.processes import Engine, Group, environment
 from afd_patch.bench.report import divide, median, table
 from afd_patch.errors import ConfigError
-from afd_patch.serve.launcher import READY
+from afd_patch.serve.launcher import READY, WAITING
 
 TAKES_VLLM_FLAGS = True
 #: Name, batch, tokens of a prompt, new tokens, whether prompt tokens are what is counted.
@@ -30,7 +31,8 @@ WORKLOADS = (
     ("decode 32", 32, 32, 64, False),
     ("prefill 8x256", 8, 256, 1, True),
 )
-AFD = "AFD"
+#: How AFD has the cores.
+DIVIDED, SHARED = "AFD, cores divided", "AFD, cores shared"
 _MODEL_FLAGS = ("--max-model-len", "1024", "--kv-cache-memory-bytes", "512M", "--no-enable-prefix-caching")
 
 
@@ -61,12 +63,14 @@ def run(options: argparse.Namespace, vllm_flags: Sequence[str]) -> dict[str, Any
             stack.callback(engine.close)
             engine.wait_ready()  # one start at a time: each takes all cores
             engines.append(engine)
-        split = _split(str(model), flags, ours, theirs, folder, options)
-        stack.callback(split.close)
-        split.wait_ready()
-        if any(engine.patches for engine in engines) or not split.patches:
-            raise ConfigError("the comparison itself is wrong: a stock engine is patched, or the AFD engine is not")
-        rates = _take_turns([*engines, split], workloads, options.rounds)
+        for name, cores in ((DIVIDED, (ours, theirs)), (SHARED, (_union(ours, theirs),) * 2)):
+            engine = _split(name, str(model), flags, cores, folder, options)
+            stack.callback(engine.close)
+            engine.wait_ready()
+            engines.append(engine)
+        if any(bool(engine.patches) != is_split(engine.name) for engine in engines):
+            raise ConfigError("the comparison itself is wrong: a stock engine is patched, or an AFD engine is not")
+        rates = _take_turns(engines, workloads, options.rounds)
         count = parameters(model)
     return {
         "model": options.model or "qwen3_moe_231m",
@@ -79,9 +83,17 @@ def run(options: argparse.Namespace, vllm_flags: Sequence[str]) -> dict[str, Any
     }
 
 
+def is_split(name: str) -> bool:
+    """Whether the engine ``name`` is AFD."""
+    return name in (DIVIDED, SHARED)
+
+
+def _union(ours: str, theirs: str) -> str:
+    return ours if ours == theirs else f"{ours},{theirs}"
+
+
 def _bindings(ours: str, theirs: str) -> list[str]:
-    everything = ours if ours == theirs else f"{ours},{theirs}"
-    return list(dict.fromkeys([ours, everything, "auto"]))
+    return list(dict.fromkeys([ours, _union(ours, theirs), "auto"]))
 
 
 def _environment(binding: str, options: argparse.Namespace, **settings: str) -> dict[str, str]:
@@ -102,18 +114,19 @@ def _stock(binding: str, flags: Sequence[str], folder: Path, options: argparse.N
 
 
 def _split(
-    model: str, flags: Sequence[str], ours: str, theirs: str, folder: Path, options: argparse.Namespace
+    name: str, model: str, flags: Sequence[str], cores: tuple[str, str], folder: Path, options: argparse.Namespace
 ) -> Engine:
-    endpoint = f"unix:{folder}/ffn.sock"
-    own = environment(VLLM_CPU_OMP_THREADS_BIND=theirs)
+    place = f"{folder}/{name.rpartition(' ')[2]}"
+    endpoint, waiting = f"unix:{place}.sock", WAITING if name == SHARED else {}
+    own = environment(VLLM_CPU_OMP_THREADS_BIND=cores[1], **waiting)
     if options.spin_us is not None:
         own["AFD_SPIN_US"] = str(options.spin_us)
     command = ["afd_patch.serve", model, "--role", "ffn", "--listen", endpoint, *flags[2:]]
-    server = Group("the FFN server", command, own, folder / "ffn.log")
+    server = Group("the FFN server", command, own, Path(f"{place}-ffn.log"))
     try:
         server.wait_for(READY)
-        env = _environment(ours, options, AFD_ROLE="attention", AFD_FFN=endpoint, AFD_CONNECT_TIMEOUT="600")
-        return Engine(AFD, flags, env, folder / "attention.log", [server])
+        settings = {"AFD_ROLE": "attention", "AFD_FFN": endpoint, "AFD_CONNECT_TIMEOUT": "600", **waiting}
+        return Engine(name, flags, _environment(cores[0], options, **settings), Path(f"{place}.log"), [server])
     except BaseException:
         server.kill()
         raise
@@ -139,14 +152,14 @@ def _take_turns(
 
 def _summary(name: str, rates: dict[str, list[float]], prompts: bool) -> dict[str, Any]:
     medians = {engine: round(median(values), 1) for engine, values in rates.items()}
-    best = max((engine for engine in medians if engine != AFD), key=lambda engine: medians[engine])
+    best = max((engine for engine in medians if not is_split(engine)), key=lambda engine: medians[engine])
     return {
         "workload": name,
         "counted": "prompt tokens" if prompts else "new tokens",
         "tokens_per_second": medians,
         "all_rounds": {engine: [round(value, 1) for value in values] for engine, values in rates.items()},
         "best_stock": best,
-        "afd_to_best_stock": round(medians[AFD] / medians[best], 2),
+        "to_best_stock": {engine: round(medians[engine] / medians[best], 2) for engine in medians if is_split(engine)},
     }
 
 
@@ -155,7 +168,7 @@ def print_report(results: dict[str, Any]) -> None:
     rows = [
         [
             entry["workload"], *(f"{entry['tokens_per_second'][engine]:.1f}" for engine in engines),
-            f"{entry['afd_to_best_stock']:.2f}",
+            *(f"{ratio:.2f}" for ratio in entry["to_best_stock"].values()),
         ]
         for entry in results["results"]
     ]  # fmt: skip
@@ -163,4 +176,4 @@ def print_report(results: dict[str, Any]) -> None:
         f"tokens per second, medians of {results['rounds']} rounds; {results['parameters'] / 1e6:.0f} M parameters, "
         f"engine: {results['engine']}, cores of this process: {len(os.sched_getaffinity(0))}"
     )
-    print(table(["", *engines, "AFD / best stock"], rows))
+    print(table(["", *engines, "divided / best stock", "shared / best stock"], rows))

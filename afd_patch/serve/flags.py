@@ -43,6 +43,11 @@ def parse(arguments: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
         type=int,
         help="both roles: ranks of each FFN server, where not those of the attention role (--tensor-parallel-size)",
     )
+    parser.add_argument(
+        "--share-cores",
+        action="store_true",
+        help="both roles: each has all cores, and leaves them alone while it waits",
+    )
     parser.add_argument("--gate", choices=("ffn", "attention"), default=None, help="where the router runs (AFD_GATE)")
     parser.add_argument("--connect-timeout", metavar="SECONDS", type=float, help="AFD_CONNECT_TIMEOUT")
     parser.add_argument("--call-timeout", metavar="SECONDS", type=float, help="AFD_CALL_TIMEOUT")

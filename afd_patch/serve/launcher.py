@@ -26,6 +26,8 @@ from afd_patch.serve.roles import attention_command, divide, on_cpu, parse_cores
 READY = "AFD ffn: ready:"
 #: What the attention role's worker logs when its model is proven.
 PROVEN = "AFD attention: vLLM"
+#: How threads of roles that share their cores wait: asleep. OpenMP would let them wait actively for the next loop.
+WAITING = {"OMP_WAIT_POLICY": "PASSIVE"}
 _PROGRESS = 10.0
 #: Names of Unix sockets have 107 bytes; vLLM adds 37 to its folder for temporary files, and that has 13 more than ours.
 _LONGEST = 57
@@ -50,9 +52,11 @@ class Launcher:
         self._model: str = flags.model
         self._host, self._port = _address(self._vllm_flags)
         _require_free_port(self._host, self._port)
+        cores = all_cores if flags.share_cores else divide_cores
+        self._cores = cores(self._attention_ranks, self._ffn_ranks)
         self._stop = threading.Event()
         self._children: list[ChildProcess] = []
-        self._temporary: dict[str, str] = {}
+        self._shared: dict[str, str] = {}
 
     def run(self) -> int:
         """Serve until a signal or the end of a child; returns the exit status."""
@@ -60,7 +64,7 @@ class Launcher:
             signal.signal(number, lambda *_: self._stop.set())
         # The children's folder for temporary files too: vLLM leaves sockets and files of its process groups there.
         folder = Path(tempfile.mkdtemp(prefix="afd-", dir=None if len(tempfile.gettempdir()) < _LONGEST else "/tmp"))
-        self._temporary = {
+        self._shared = {
             "TMPDIR": str(folder),
             # What is compiled stays where torch would put it otherwise, for the next start.
             "TORCHINDUCTOR_CACHE_DIR": os.environ.get("TORCHINDUCTOR_CACHE_DIR")
@@ -79,12 +83,14 @@ class Launcher:
             _say("stopped; no process, socket or shared memory is left")
 
     def _serve(self, endpoints: list[str]) -> int:
-        attention_cores, ffn_cores = divide_cores(self._attention_ranks, self._ffn_ranks)
+        attention_cores, ffn_cores = self._cores
+        if self._flags.share_cores:
+            self._shared |= WAITING
         own = [sys.executable, "-m", "afd_patch.serve", self._model, "--role", "ffn"]
         started = time.monotonic()
         for index, endpoint in enumerate(endpoints):
             config = our.config_for(self._flags, "ffn", listen=endpoint)
-            settings = {**config.to_env(), "AFD_ROLE": "", "AFD_LISTEN": "", **self._temporary}
+            settings = {**config.to_env(), "AFD_ROLE": "", "AFD_LISTEN": "", **self._shared}
             env = _environment(settings, ffn_cores)
             command = [*own, "--listen", endpoint, *self._vllm_flags]
             if self._flags.ffn_tensor_parallel_size is not None:
@@ -92,7 +98,7 @@ class Launcher:
             self._children.append(ChildProcess(f"ffn-{index}", command, env, marker=READY))
             _say(f"starting FFN server {index} at {endpoint}{_on_cores(ffn_cores)}")
         config = our.config_for(self._flags, "attention", ffn=endpoints)
-        env = _environment({**config.to_env(), **self._temporary}, attention_cores)
+        env = _environment({**config.to_env(), **self._shared}, attention_cores)
         self._children.append(ChildProcess("api", attention_command(self._model, self._vllm_flags), env, marker=PROVEN))
         _say(f"starting the OpenAI server (attention role){_on_cores(attention_cores)}")
         if not self._wait_until_ready(started):
@@ -141,6 +147,22 @@ class Launcher:
         _say(f"ready after {seconds:.0f} s: {self._url}/v1 (attention role), FFN servers: {len(self._children) - 1}")
         _say(f"try: curl {self._url}/v1/completions -H 'Content-Type: application/json' -d '{json.dumps(request)}'")
         _say("Ctrl-C stops everything")
+
+
+def all_cores(attention_ranks: int = 1, ffn_ranks: int = 1) -> tuple[str | None, str | None]:
+    """Cores for the two roles with ``--share-cores``: all, for both, as ``VLLM_CPU_OMP_THREADS_BIND`` lists.
+
+    The roles of one attention process take turns, so each can have all cores, if threads that wait leave them alone.
+    The collectives of tensor-parallel ranks wait actively. Raises ``ConfigError`` for those, and for chosen cores.
+    """
+    chosen = os.environ.get("VLLM_CPU_OMP_THREADS_BIND", "auto")
+    if chosen not in ("auto", "nobind", ""):
+        raise ConfigError(f"--share-cores gives both roles all cores, and VLLM_CPU_OMP_THREADS_BIND={chosen!r} chooses "
+                          "some; leave one of the two out")  # fmt: skip
+    if max(attention_ranks, ffn_ranks) > 1:
+        raise ConfigError("--share-cores does not go with tensor parallelism, whose ranks wait actively; leave it out")
+    cores = ",".join(map(str, sorted(os.sched_getaffinity(0))))
+    return cores, cores
 
 
 def divide_cores(attention_ranks: int = 1, ffn_ranks: int = 1) -> tuple[str | None, str | None]:

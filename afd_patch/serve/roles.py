@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import importlib
 import importlib.metadata
 import itertools
@@ -20,16 +19,6 @@ from afd_patch.ffn.ranks import Cores
 #: Rows of one call that an FFN server takes, unless --max-num-batched-tokens says otherwise: more than any default of
 #: an attention process, so that the two need not be told about each other.
 FFN_MAX_ROWS = 16384
-
-#: Settings of the attention role that mean nothing to an FFN server, with the value that turns them off.
-_NOT_FOR_FFN = {
-    "speculative_config": None,
-    "enable_lora": False,
-    "kv_transfer_config": None,
-    "max_num_seqs": 1,
-    "kv_cache_memory_bytes": 1 << 20,
-    "skip_tokenizer_init": True,
-}
 
 
 def run_ffn_role(config: AFDConfig, model: str, vllm_flags: Sequence[str]) -> None:
@@ -59,7 +48,7 @@ def _load_and_serve(
             f"--tensor-parallel-size {engine.tensor_parallel_size} comes from a file, so the cores cannot be divided "
             "between the ranks; give it as a flag"
         )
-    serve(config, listener, dataclasses.replace(engine, **_NOT_FOR_FFN), cores)
+    serve(config, listener, engine, cores)
 
 
 def require_entry_point() -> None:

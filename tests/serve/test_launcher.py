@@ -130,8 +130,12 @@ def test_two_side_by_side_and_their_ends(deploy: Deploy, model: str) -> None:
 
 
 def test_the_api_server_dies(deploy: Deploy, model: str) -> None:
-    served = deploy(model)
+    """With cores that both roles share."""
+    served = deploy(model, "--share-cores")
     served.wait_for("ready after")
+    roles = [served.child(part) for part in ("--role ffn", "vllm.entrypoints")]
+    assert all(set(role.cpu_affinity()) == os.sched_getaffinity(0) for role in roles)
+    assert all(role.environ()["OMP_WAIT_POLICY"] == "PASSIVE" for role in roles)
     os.kill(served.child("vllm.entrypoints").pid, signal.SIGKILL)
     assert served.wait_gone() == 1
     assert "api ended with status -9" in served.text()
