@@ -86,11 +86,6 @@ def prepare(config: AFDConfig, vllm_config: Any) -> None:
     load = vllm_config.load_config
     if load.safetensors_load_strategy is None:
         load.safetensors_load_strategy = "lazy"  # on network file systems, the default reads whole files first
-    if config.role == "ffn":
-        # Drafts, adapters and the KV cache are the attention role's. None of them changes what an FFN computes.
-        vllm_config.speculative_config = None
-        vllm_config.lora_config = None
-        vllm_config.kv_transfer_config = None
     compilation = vllm_config.compilation_config
     if config.role == "attention" and compilation.splitting_ops:
         # Graph pieces end before the hand-off and start after it.
@@ -115,7 +110,7 @@ def check_supported(config: AFDConfig, vllm_config: Any, boundary: Boundary) -> 
 def _refusals(config: AFDConfig, vllm_config: Any) -> Iterator[str]:
     model, parallel, speculative = vllm_config.model_config, vllm_config.parallel_config, vllm_config.speculative_config
     for option, size, reason in (
-        ("--pipeline-parallel-size", parallel.pipeline_parallel_size, "each role has all decoder layers"),
+        ("--pipeline-parallel-size", parallel.pipeline_parallel_size, "stock vLLM for CPU fails in the first forward"),
         (
             "--data-parallel-size",
             parallel.data_parallel_size,
@@ -154,8 +149,9 @@ def _refusals(config: AFDConfig, vllm_config: Any) -> Iterator[str]:
         yield "--enable-dbo is not supported yet; leave it out"
     if vllm_config.load_config.load_format == "sharded_state":
         yield (
-            "--load-format sharded_state was not tried with split roles, because vLLM for CPU saves such a checkpoint "
-            f"without the weights that its kernels keep; use one of: {', '.join(LOAD_FORMATS)}"
+            "--load-format sharded_state was not tried with split roles, because vLLM for CPU cannot load what it "
+            "saves like this: the weights that its kernels keep are missing ('Missing keys ... in loaded state'); "
+            f"use one of: {', '.join(LOAD_FORMATS)}"
         )
     elif vllm_config.load_config.load_format not in LOAD_FORMATS:
         yield (

@@ -70,6 +70,36 @@ def test_features(engine: dict[str, Any], expected: str, checkpoint: Callable[..
     assert expected in refused(Child(build, checkpoint("qwen3_moe"), env=env, **engine))
 
 
+def save_sharded_state(model: str, folder: str) -> None:
+    Path(folder).mkdir()
+    build(model).llm_engine.engine_core.save_sharded_state(path=folder)
+    for name in ("config.json", "tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(Path(model) / name, folder)
+
+
+@pytest.mark.parametrize("architecture", ["llama", "qwen3_moe"])
+def test_why_sharded_state_is_refused(architecture: str, checkpoint: Callable[..., str], tmp_path: Path) -> None:
+    """Stock vLLM for CPU cannot load what it has saved itself, so there is nothing to be equal to."""
+    folder = str(tmp_path / "sharded")
+    Child(save_sharded_state, checkpoint(architecture), folder).result()
+    kind, message = Child(build, folder, load_format="sharded_state").outcome()
+    assert kind == "error"
+    assert "Missing keys ('model.layers.0.self_attn.qkv_proj.weight'" in message
+
+
+def test_why_pipeline_parallelism_is_refused(checkpoint: Callable[..., str]) -> None:
+    """Stock vLLM for CPU fails in the first forward of the second stage."""
+    child = Child(
+        generate, checkpoint("qwen3_moe"), env={"VLLM_CPU_OMP_THREADS_BIND": "nobind"}, pipeline_parallel_size=2
+    )
+    try:
+        kind, _ = child.outcome()
+    finally:
+        child.kill()
+    assert kind == "error"
+    assert "assert self.intermediate_tensors is not None" in child.text()
+
+
 def test_an_architecture_without_a_table(checkpoint: Callable[..., str], tmp_path: Path) -> None:
     """vLLM runs Mistral with its Llama code; we take no architecture for another one."""
     model = shutil.copytree(checkpoint("llama"), tmp_path / "mistral")
