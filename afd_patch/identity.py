@@ -11,7 +11,7 @@ import hashlib
 import json
 import os
 import reprlib
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -38,8 +38,8 @@ class Identity:
     """What one side announces. All fields but ``max_rows`` must be equal on both sides.
 
     ``model`` and ``weights`` are hexadecimal digests; ``hidden_size`` is in elements; ``layers`` is the number of
-    decoder layers; ``dtype`` is that of the rows, ``reply_dtype`` that of the results; ``request_columns`` and
-    ``reply_columns`` are the elements of one row there and back, each of its dtype (see ``connectors/columns.py``);
+    decoder layers; ``dtype`` is that of the rows and of the results; ``request_columns`` and ``reply_columns`` are the
+    elements of one row there and back, in that dtype (see ``connectors/columns.py``);
     ``max_rows`` is the largest number of rows of one call (attention: sends, FFN: accepts).
     """
 
@@ -50,7 +50,6 @@ class Identity:
     boundary: str
     gate: str
     dtype: str
-    reply_dtype: str
     hidden_size: int
     request_columns: int
     reply_columns: int
@@ -83,7 +82,13 @@ class Identity:
         ]
         if not differing:
             return None
-        return "the two roles do not belong together; " + "; ".join(differing)
+        hint = "; both need one tensor-parallel rank, or both several" if self._differ_by_ranks(other) else ""
+        return "the two roles do not belong together; " + "; ".join(differing) + hint
+
+    def _differ_by_ranks(self, other: Identity) -> bool:
+        """Whether results cross whole on one side only: in compiled models that depends on the number of ranks."""
+        same_else = replace(self, reply_columns=other.reply_columns, max_rows=other.max_rows) == other
+        return self.compiled and same_else and self.hidden_size in (self.reply_columns, other.reply_columns)
 
     def too_many_rows(self, other: Identity) -> str | None:
         """A sentence, when the attention role ``other`` sends more rows at once than this FFN role takes."""
@@ -99,13 +104,9 @@ class Identity:
 def identify(vllm_config: Any, boundary: Boundary, config: AFDConfig) -> Identity:
     """The identity of a process with vLLM's configuration ``vllm_config``."""
     import vllm
-    from vllm.config import CompilationMode
 
     model_config = vllm_config.model_config
-    compiled = vllm_config.compilation_config.mode != CompilationMode.NONE
-    dtype = str(model_config.dtype).removeprefix("torch.")
-    traced = traced_as_a_whole(vllm_config)
-    request, reply = boundary.columns(model_config.hf_text_config, config.gate, compiled, model_config.dtype.itemsize)
+    request, reply = boundary.columns(vllm_config, config.gate)
     return Identity(
         vllm=vllm.__version__,
         model=_digest(_config_content(model_config)),
@@ -113,29 +114,13 @@ def identify(vllm_config: Any, boundary: Boundary, config: AFDConfig) -> Identit
         architecture=model_config.hf_config.architectures[0],
         boundary=boundary.family,
         gate=config.gate,
-        dtype=dtype,
-        reply_dtype="float32"
-        if traced and boundary.reply_is_unrounded(model_config.hf_text_config, config.gate)
-        else dtype,
+        dtype=str(model_config.dtype).removeprefix("torch."),
         hidden_size=int(model_config.hf_text_config.hidden_size),
         request_columns=request,
         reply_columns=reply,
         layers=int(model_config.hf_text_config.num_hidden_layers),
-        compiled=compiled,
+        compiled=getattr(vllm_config.compilation_config.mode, "name", "NONE") != "NONE",
         max_rows=int(vllm_config.scheduler_config.max_num_batched_tokens),
-    )
-
-
-def traced_as_a_whole(vllm_config: Any) -> bool:
-    """Whether Dynamo traces the stock model in one graph, FFN and all.
-
-    In the other compiled mode, ``VLLM_COMPILE``, which GPUs use, a mixture of experts is one opaque op.
-    """
-    from vllm.config import CompilationMode
-
-    return vllm_config.compilation_config.mode in (
-        CompilationMode.STOCK_TORCH_COMPILE,
-        CompilationMode.DYNAMO_TRACE_ONCE,
     )
 
 

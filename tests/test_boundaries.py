@@ -142,26 +142,57 @@ def test_dense_layers_are_those_without_a_router() -> None:
 )
 def test_columns(architecture: str, config: dict[str, object], itemsize: int, expected: tuple[int, int]) -> None:
     table = boundaries.find(architecture)
-    given = SimpleNamespace(hidden_size=64, **config)
-    assert table.columns(given, "attention", False, itemsize) == expected
-    assert table.columns(given, "attention", True, itemsize) == expected
-    assert table.columns(given, "ffn", False, itemsize) == (64, 64)
+    assert table.columns(engine("eager", itemsize, **config), "attention") == expected
+    assert table.columns(engine("gpu", itemsize, **config), "attention") == expected
+    assert table.columns(engine("eager", itemsize, **config), "ffn") == (64, 64)
+
+
+def engine(how: str, itemsize: int = 2, ranks: int = 1, **config: object) -> SimpleNamespace:
+    """What a table looks at of an engine's configuration; ``how``: eager, cpu or gpu, which are compiled."""
+    mode = {"eager": "NONE", "cpu": "DYNAMO_TRACE_ONCE", "gpu": "VLLM_COMPILE"}[how]
+    return SimpleNamespace(
+        model_config=SimpleNamespace(
+            hf_text_config=SimpleNamespace(hidden_size=64, **config), dtype=SimpleNamespace(itemsize=itemsize)
+        ),
+        compilation_config=SimpleNamespace(mode=SimpleNamespace(name=mode)),
+        device_config=SimpleNamespace(device_type="cuda" if how == "gpu" else "cpu"),
+        parallel_config=SimpleNamespace(tensor_parallel_size=ranks),
+    )
+
+
+def test_the_gate_of_shared_experts_comes_back_where_a_compiler_sees_it() -> None:
+    table = boundaries.find("Qwen2MoeForCausalLM")
+    config = {"num_experts_per_tok": 2, "shared_expert_intermediate_size": 8}
+    assert table.replies(engine("eager", **config), "attention") == (64, 64)
+    assert table.replies(engine("gpu", **config), "attention") == (64, 64)
+    assert table.replies(engine("cpu", **config), "attention") == (64, 64, 1)
 
 
 @pytest.mark.parametrize(
-    ("architecture", "config", "reply", "unrounded"),
+    ("architecture", "config", "gpu", "cpu", "two_ranks"),
     [
-        ("DeepseekV3ForCausalLM", {"n_shared_experts": 1}, 128, False),
-        ("DeepseekV3ForCausalLM", {"n_shared_experts": None}, 64, True),
-        ("Qwen2MoeForCausalLM", {"shared_expert_intermediate_size": 8}, 64, True),
-        ("MixtralForCausalLM", {}, 64, False),
+        ("DeepseekV3ForCausalLM", {"n_shared_experts": 1}, (64, 64), (64, 64), (64,)),
+        ("DeepseekV3ForCausalLM", {"n_shared_experts": None}, (64,), (64,), (64,)),
+        ("Qwen2MoeForCausalLM", {"shared_expert_intermediate_size": 8}, (64, 64), (64, 64, 1), (64,)),
+        ("Qwen3MoeForCausalLM", {}, (64,), (64,), (64,)),
+        # The layer adds the results of two modules, and each of these sums up over the ranks itself.
+        ("Step3TextForCausalLM", {}, (64, 64), (64, 64), (64, 64)),
+        ("MixtralForCausalLM", {}, (64,), (64,), (64,)),
+        ("LlamaForCausalLM", {}, (64,), (64,), (64,)),
     ],
 )
-def test_sums_of_a_compiled_ffn(architecture: str, config: dict[str, object], reply: int, unrounded: bool) -> None:
+def test_what_comes_back_from_a_compiled_ffn(
+    architecture: str,
+    config: dict[str, object],
+    gpu: tuple[int, ...],
+    cpu: tuple[int, ...],
+    two_ranks: tuple[int, ...],
+) -> None:
     table = boundaries.find(architecture)
-    given = SimpleNamespace(hidden_size=64, **config)
-    assert table.columns(given, "ffn", True, 2) == (64, reply)
-    assert table.reply_is_unrounded(given, "ffn") is unrounded
+    assert table.replies(engine("eager", **config), "ffn") == (64,)
+    assert table.replies(engine("gpu", **config), "ffn") == gpu
+    assert table.replies(engine("cpu", **config), "ffn") == cpu
+    assert table.replies(engine("cpu", ranks=2, **config), "ffn") == two_ranks
 
 
 def test_an_architecture_without_a_table() -> None:

@@ -42,10 +42,11 @@ def test_explain_drafts_a_table_for_an_architecture_without_one(capsys: pytest.C
     assert found["has_table"] is False
     table: boundaries.Boundary = eval(  # the draft is Python that can be pasted
         found["table"].partition("=")[2].strip(),
-        {"Boundary": boundaries.Boundary, "WeightRules": boundaries.WeightRules},
+        {"Boundary": boundaries.Boundary, "Router": boundaries.Router, "WeightRules": boundaries.WeightRules},
     )
     assert table.decoder == "vllm.model_executor.models.bailing_moe:BailingMoeBlock"
     assert table.moe == ("vllm.model_executor.models.bailing_moe:BailingMoE",)
+    assert table.router == boundaries.Router(always_shared=True), "it names shared experts"
     assert table.attention == ("vllm.model_executor.models.bailing_moe:BailingAttention",)
     assert table.weights.owner("model.layers.0.attention.dense.weight", 1) == "attention"
     assert "num_experts" not in found["parameters"][table.decoder]

@@ -1,8 +1,9 @@
 """Stand-ins for the experts of a mixture of experts whose native runner stays in the attention role.
 
-The native MoE module, its runner and its router stay as they are. Only what holds experts gives way: the runner's
-``routed_experts``, whose ``forward_modular`` calls the op, and its ``_shared_experts``, whose result comes back with
-the same call. Scaling and adding the two is the native runner's business, so its order and precision are native.
+The native MoE module and its runner stay as they are. What holds experts gives way: the runner's ``routed_experts`` and
+its ``_shared_experts``, whose results come back with one call. With the router here, ``forward_modular`` of the first
+makes that call; with the router in the FFN role, the runner's ``_forward_entry`` does. Scaling and adding the two is
+the native runner's business, so its order and precision are native.
 """
 
 from __future__ import annotations
@@ -60,34 +61,52 @@ class RemoteExperts:
 
         Hands the result of the shared experts to ``shared_experts``, where there are any.
         """
-        routed, shared = torch.empty_like(x), None if shared_experts is None else torch.empty_like(x)
-        REMOTE_EXPERTS(x, topk_weights, topk_ids, routed, shared, self.afd_layer)
-        if shared is not None:
-            shared_experts.afd_keep(shared)
+        routed = torch.empty_like(x)
+        if shared_experts is None:
+            REMOTE_EXPERTS(x, topk_weights, topk_ids, routed, None, None, self.afd_layer)
+        else:
+            shared, gate = _empty_shared(x, shared_experts.afd_ending)
+            REMOTE_EXPERTS(x, topk_weights, topk_ids, routed, shared, gate, self.afd_layer)
+            shared_experts.afd_keep(_ended(shared, gate, shared_experts.afd_ending))
         return routed
 
     def extra_repr(self) -> str:
         return f"layer={self.afd_layer}"
 
 
-def remote_summands(layer: int) -> Callable[..., tuple[torch.Tensor, torch.Tensor]]:
-    """What a native runner calls instead of its own ``_forward_impl`` when router and experts are remote."""
+def remote_summands(layer: int, ending: nn.Module | None) -> Callable[..., tuple[torch.Tensor, torch.Tensor]]:
+    """What a native runner calls instead of its own ``_forward_impl`` when router and experts are remote.
+
+    The shared experts end in ``ending`` here, or in the FFN role.
+    """
 
     def forward_entry(hidden_states: torch.Tensor, *_: Any) -> tuple[torch.Tensor, torch.Tensor]:
-        routed, shared = torch.empty_like(hidden_states), torch.empty_like(hidden_states)
-        REMOTE_SUMMANDS(hidden_states, routed, shared, layer)
-        return shared, routed
+        routed = torch.empty_like(hidden_states)
+        shared, gate = _empty_shared(hidden_states, ending)
+        REMOTE_SUMMANDS(hidden_states, routed, shared, gate, layer)
+        return _ended(shared, gate, ending), routed
 
     return forward_entry
+
+
+def _empty_shared(rows: torch.Tensor, ending: nn.Module | None) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Where the result of the shared experts goes, and that of their gate."""
+    return torch.empty_like(rows), None if ending is None else rows.new_empty((rows.shape[0], 1))
+
+
+def _ended(shared: torch.Tensor, gate: torch.Tensor | None, ending: nn.Module | None) -> torch.Tensor:
+    result: torch.Tensor = shared if ending is None else ending((shared, gate))
+    return result
 
 
 class RemoteSharedExperts:
     """The stand-in for the runner's ``SharedExperts``: what the call of the routed experts brought along.
 
-    ``output`` is the native property, over the native list.
+    ``output`` is the native property, over the native list. ``afd_ending`` is what they end in here, if anything.
     """
 
     afd_layer: int
+    afd_ending: nn.Module | None
     _output: list[torch.Tensor | None]
     _output_idx: int
 
@@ -116,6 +135,26 @@ class Elsewhere:
         return f"layer={self.afd_layer}"
 
 
+class HandedOn:
+    """A stand-in for a module that has nothing to compute, because its result is already in its input.
+
+    ``Qwen2MoeMLP.forward``, for example, is called with ``(down, gate)``. Its first projection and its activation hand
+    that on; ``down_proj`` returns what is at ``afd_place`` 0 in it, and ``expert_gate`` what is at 1. Native linear
+    layers return a pair (``afd_paired``).
+    """
+
+    afd_layer: int
+    afd_place: int | None
+    afd_paired: bool
+
+    def forward(self, given: Any) -> Any:
+        result = given if self.afd_place is None else given[self.afd_place]
+        return (result, None) if self.afd_paired else result
+
+    def extra_repr(self) -> str:
+        return f"layer={self.afd_layer}"
+
+
 def make_remote_experts(native: nn.Module, layer: int) -> nn.Module:
     """A stand-in for the ``RoutedExperts`` of decoder layer ``layer``."""
     stand_in = make_stand_in(native, RemoteExperts, layer)
@@ -126,10 +165,31 @@ def make_remote_experts(native: nn.Module, layer: int) -> nn.Module:
     return stand_in
 
 
-def make_remote_shared(native: nn.Module, layer: int) -> nn.Module:
-    """A stand-in for the ``SharedExperts`` of decoder layer ``layer``."""
+def make_remote_shared(native: nn.Module, layer: int, ending: nn.Module | None = None) -> nn.Module:
+    """A stand-in for the ``SharedExperts`` of decoder layer ``layer``, which end in ``ending`` here."""
     stand_in = make_stand_in(native, RemoteSharedExperts, layer)
     stand_in._output = [None, None]
+    stand_in.afd_ending = ending
+    return stand_in
+
+
+def make_ending(native: nn.Module, names: tuple[str, str], layer: int) -> nn.Module:
+    """``native``, shared experts, without parameters: its ``forward`` is given what the modules ``names`` return.
+
+    So the native code that puts the two together stays in this role.
+    """
+    for name, child in list(native.named_children()):
+        setattr(native, name, make_handed_on(child, layer, names.index(name) if name in names else None))
+    return native
+
+
+def make_handed_on(native: nn.Module, layer: int, place: int | None = None) -> nn.Module:
+    """A stand-in for ``native`` that returns its input, or what is at ``place`` in it."""
+    from vllm.model_executor.layers.linear import LinearBase
+
+    stand_in = make_stand_in(native, HandedOn, layer)
+    stand_in.afd_place = place
+    stand_in.afd_paired = isinstance(native, LinearBase)
     return stand_in
 
 

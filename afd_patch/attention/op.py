@@ -1,7 +1,7 @@
 """The custom ops of the attention role: rows out, rows in, opaque to every compiler.
 
 ``afd_patch::remote_ffn`` hands over rows, and ``remote_ffn_ids`` rows with their token ids; ``remote_summands`` hands
-over rows, too, and gets back what the native runner adds up; ``remote_experts`` hands over rows and the experts that
+over rows, too, and gets back what native code here adds up; ``remote_experts`` hands over rows and the experts that
 the native router chose for them. The ops write to output arguments, because piecewise graphs need outputs at addresses
 they know. Everything they need is read inside their bodies, from the forward context: vLLM drops Dynamo's guards, so
 what traced Python reads is frozen at the first compile.
@@ -29,12 +29,13 @@ _library.define(
     tags=(torch.Tag.needs_fixed_stride_order,),
 )
 _library.define(
-    "remote_summands(Tensor rows, Tensor(a!) routed, Tensor(b!) shared, int layer) -> ()",
+    "remote_summands(Tensor rows, Tensor(a!) first, Tensor(b!) second, Tensor(c!)? gate, int layer) -> ()",
     tags=(torch.Tag.needs_fixed_stride_order,),
 )
 _library.define(
     "remote_experts("
-    "Tensor rows, Tensor topk_weights, Tensor topk_ids, Tensor(a!) routed, Tensor(b!)? shared, int layer) -> ()",
+    "Tensor rows, Tensor topk_weights, Tensor topk_ids, "
+    "Tensor(a!) routed, Tensor(b!)? shared, Tensor(c!)? shared_gate, int layer) -> ()",
     tags=(torch.Tag.needs_fixed_stride_order,),
 )
 
@@ -49,12 +50,16 @@ def remote_ffn_ids(rows: torch.Tensor, input_ids: torch.Tensor, out: torch.Tenso
     _call(layer, rows, (input_ids.unsqueeze(1),), out)
 
 
-def remote_summands(rows: torch.Tensor, routed: torch.Tensor, shared: torch.Tensor, layer: int) -> None:
-    """Write what the routed and what the shared experts of ``layer`` make of ``rows`` to ``routed`` and ``shared``.
+def remote_summands(
+    rows: torch.Tensor, first: torch.Tensor, second: torch.Tensor, gate: torch.Tensor | None, layer: int
+) -> None:
+    """Write two results for ``rows``, which native code here adds up, to ``first`` and ``second``.
 
-    All are ``[tokens, hidden]``. Two outputs, because a compiler generates other code for two halves of one.
+    They are those of the routed and of the shared experts of ``layer``, or of its two FFN modules. All are
+    ``[tokens, hidden]``; ``gate`` is ``[tokens, 1]``, what the gate of the shared experts makes of the rows, or
+    ``None``. Several outputs, because a compiler generates other code for parts of one.
     """
-    _call(layer, rows, (), routed, shared)
+    _call(layer, rows, (), first, second, gate)
 
 
 def remote_experts(
@@ -63,17 +68,21 @@ def remote_experts(
     topk_ids: torch.Tensor,
     routed: torch.Tensor,
     shared: torch.Tensor | None,
+    shared_gate: torch.Tensor | None,
     layer: int,
 ) -> None:
-    """The same with the experts that were chosen here; ``shared`` is ``None`` where there are no shared experts.
+    """Write what the experts that were chosen here make of ``rows`` to ``routed``, and the result of shared ones.
+
+    ``shared`` is ``None`` where there are none, ``shared_gate`` where they have no gate, or end in the FFN role.
 
     ``topk_weights`` (float32) and ``topk_ids`` (int32) are ``[tokens, experts per row]``.
     """
-    _call(layer, rows, (topk_weights, topk_ids), *((routed,) if shared is None else (routed, shared)))
+    _call(layer, rows, (topk_weights, topk_ids), routed, shared, shared_gate)
 
 
-def _call(layer: int, rows: torch.Tensor, side: tuple[torch.Tensor, ...], *parts: torch.Tensor) -> None:
-    """One call, whose reply is divided among ``parts``, from its first column on."""
+def _call(layer: int, rows: torch.Tensor, side: tuple[torch.Tensor, ...], *outputs: torch.Tensor | None) -> None:
+    """One call, whose reply is divided among the ``outputs`` that there are, from its first column on."""
+    parts = [output for output in outputs if output is not None]
     metadata = get_afd_metadata_from_forward_context()
     connector = metadata.connector
     if connector is None:

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from afd_patch.attention.op import REMOTE_FFN, REMOTE_FFN_IDS
+from afd_patch.attention.op import REMOTE_FFN, REMOTE_FFN_IDS, REMOTE_SUMMANDS
 from afd_patch.errors import ConnectorError
 
 #: What a native FFN keeps as plain attributes and others read (``n_routed_experts``, ``tp_size``, ...).
@@ -24,14 +24,12 @@ class RemoteFFN:
     """The behaviour of a stand-in; mixed in front of the native class."""
 
     afd_layer: int
-    afd_reply_dtype: torch.dtype
 
     def forward(self, hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
         """``[tokens, hidden]`` in, the same shape and dtype out; the input is not written to."""
-        out = torch.empty_like(hidden_states, dtype=self.afd_reply_dtype)
+        out = torch.empty_like(hidden_states)
         REMOTE_FFN(hidden_states, out, self.afd_layer)
-        # A compiler that fuses what follows leaves this conversion out, as it does in the stock graph.
-        return out.to(hidden_states.dtype)
+        return out
 
     def extra_repr(self) -> str:
         return f"layer={self.afd_layer}"
@@ -51,9 +49,34 @@ class RemoteIdsFFN(RemoteFFN):
                 f"layer {self.afd_layer}: input_ids is {given}, and its FFN takes torch.int32 {(tokens,)}, one token "
                 "id for each row; the model runner has to pass them on"
             )
-        out = torch.empty_like(hidden_states, dtype=self.afd_reply_dtype)
+        out = torch.empty_like(hidden_states)
         REMOTE_FFN_IDS(hidden_states, input_ids, out, self.afd_layer)
-        return out.to(hidden_states.dtype)
+        return out
+
+
+class RemoteSummand(RemoteFFN):
+    """The stand-in for the first of two modules whose results the layer adds up; it brings the other one along."""
+
+    afd_other: list[torch.Tensor | None]
+
+    def forward(self, hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        """``[tokens, hidden]`` in, the same shape and dtype out."""
+        result, other = torch.empty_like(hidden_states), torch.empty_like(hidden_states)
+        REMOTE_SUMMANDS(hidden_states, result, other, None, self.afd_layer)
+        self.afd_other[0] = other
+        return result
+
+
+class BroughtSummand(RemoteFFN):
+    """The stand-in for the second one."""
+
+    afd_other: list[torch.Tensor | None]
+
+    def forward(self, hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        """What the first one brought along, once."""
+        result, self.afd_other[0] = self.afd_other[0], None
+        assert result is not None, "the layer calls its summands in the order of the boundary table"
+        return result
 
 
 class NothingToAdd:
@@ -78,19 +101,24 @@ def stand_in_class(native: type, behaviour: type) -> Any:
     return type(f"{prefix}{native.__name__}", (behaviour, native, PPMissingLayer), {"__module__": __name__})
 
 
-def make_remote(native: nn.Module, layer: int, reply_dtype: torch.dtype, input_ids: bool = False) -> nn.Module:
+def make_remote(native: nn.Module, layer: int, input_ids: bool = False) -> nn.Module:
     """A stand-in for ``native``, the FFN of decoder layer number ``layer``, with its plain public attributes.
 
-    Results arrive as ``reply_dtype``. ``input_ids``: the FFN takes the token ids of the rows, too.
+    ``input_ids``: the FFN takes the token ids of the rows, too.
     """
-    stand_in = make_stand_in(native, RemoteIdsFFN if input_ids else RemoteFFN, layer)
-    stand_in.afd_reply_dtype = reply_dtype
-    return stand_in
+    return make_stand_in(native, RemoteIdsFFN if input_ids else RemoteFFN, layer)
 
 
 def make_nothing(native: nn.Module, layer: int) -> nn.Module:
     """A stand-in for ``native``, a further part of that FFN, whose share the layer's ``RemoteFFN`` returns."""
     return make_stand_in(native, NothingToAdd, layer)
+
+
+def make_summands(first: nn.Module, second: nn.Module, layer: int) -> list[nn.Module]:
+    """Stand-ins for two modules of decoder layer ``layer``, whose results it adds up in this order."""
+    pair = [make_stand_in(first, RemoteSummand, layer), make_stand_in(second, BroughtSummand, layer)]
+    pair[0].afd_other = pair[1].afd_other = [None]
+    return pair
 
 
 def make_stand_in(native: nn.Module, behaviour: type, layer: int) -> Any:

@@ -33,7 +33,7 @@ class GroupConnector:
         self._group = group
         self._connector = connector
         self.reply_columns = identity.reply_columns
-        dtype: torch.dtype = getattr(torch, identity.reply_dtype)
+        dtype: torch.dtype = getattr(torch, identity.dtype)
         self._capacity = _HEAD_BYTES + identity.max_rows * identity.reply_columns * dtype.itemsize
         self._message: torch.Tensor | None = None
 

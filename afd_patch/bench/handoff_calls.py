@@ -27,7 +27,7 @@ def identity(hidden: int, max_rows: int, layers: int = 1) -> Identity:
     """What both sides of a benchmark without a model announce."""
     return Identity(
         vllm="bench", model="bench", weights="bench", architecture="Bench", boundary="bench", gate="ffn",
-        dtype="bfloat16", reply_dtype="bfloat16", hidden_size=hidden, request_columns=hidden, reply_columns=hidden,
+        dtype="bfloat16", hidden_size=hidden, request_columns=hidden, reply_columns=hidden,
         layers=layers, compiled=False, max_rows=max_rows,
     )  # fmt: skip
 
@@ -82,7 +82,7 @@ class Caller:
         config = VllmConfig()
         connections.bind(config.compilation_config.static_forward_context, self._connector)
         self._stack.enter_context(set_forward_context(None, config, num_tokens=1))
-        self._proxy = make_remote(NativeFFN(), _LAYER, torch.bfloat16)
+        self._proxy = make_remote(NativeFFN(), _LAYER)
 
     def __enter__(self) -> Caller:
         return self

@@ -27,11 +27,10 @@ DEEPSEEK_V2 = Boundary(
     ffn_attribute="mlp",
     dense=(f"{_MODULE}:DeepseekV2MLP",),
     moe=(f"{_MODULE}:DeepseekV2MoE",),
-    router=Router(shared="n_shared_experts", in_runner=True),
+    router=Router(shared="n_shared_experts"),
     attention=(
         f"{_MODULE}:DeepseekAttention",
         f"{_MODULE}:DeepseekV2Attention",
         f"{_MODULE}:DeepseekV2MLAAttention",
     ),
-    ends_in_sum=True,
 )

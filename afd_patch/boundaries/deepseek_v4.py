@@ -34,7 +34,6 @@ DEEPSEEK_V4 = Boundary(
         unbuilt_modules=("mtp",),
         roots=("",),
     ),
-    ends_in_sum=True,
     input_ids=True,
     devices=("cpu",),
     refused_moe_backends=("deep_gemm_mega_moe", "aiter_mega_moe"),

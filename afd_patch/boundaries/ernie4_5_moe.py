@@ -20,6 +20,5 @@ ERNIE4_5_MOE = Boundary(
     router=Router(names=("gate", "moe_statics"), top_k="moe_k", shared="moe_num_shared_experts"),
     attention=(f"{_MODULE}:Ernie4_5_MoeAttention",),
     weights=WeightRules(unbuilt_modules=("mtp_block", "mtp_emb_norm", "mtp_hidden_norm", "mtp_linear_proj")),
-    ends_in_sum=True,
     gate_in_float32=True,
 )

@@ -15,6 +15,5 @@ GLM4_MOE = Boundary(
     moe=(f"{_MODULE}:Glm4MoE",),
     router=Router(shared="n_shared_experts"),
     attention=(f"{_MODULE}:Glm4MoeAttention",),
-    ends_in_sum=True,
     gate_in_float32=True,
 )

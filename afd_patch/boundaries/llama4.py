@@ -16,5 +16,4 @@ LLAMA4 = Boundary(
     router=Router(names=("router",), always_shared=True),
     attention=(f"{_MODULE}:Llama4Attention",),
     weights=WeightRules(ffn_children=("feed_forward",)),
-    ends_in_sum=True,
 )

@@ -13,7 +13,6 @@ QWEN2_MOE = Boundary(
     ffn_attribute="mlp",
     dense=(f"{_MODULE}:Qwen2MoeMLP",),
     moe=(f"{_MODULE}:Qwen2MoeSparseMoeBlock",),
-    router=Router(shared="shared_expert_intermediate_size", gated_shared=True),
+    router=Router(shared="shared_expert_intermediate_size", shared_ending=("down_proj", "expert_gate")),
     attention=(f"{_MODULE}:Qwen2MoeAttention",),
-    ends_in_sum=True,
 )

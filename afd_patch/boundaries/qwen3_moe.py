@@ -13,6 +13,6 @@ QWEN3_MOE = Boundary(
     ffn_attribute="mlp",
     dense=(f"{_MODULE}:Qwen3MoeMLP",),
     moe=(f"{_MODULE}:Qwen3MoeSparseMoeBlock",),
-    router=Router(shared="shared_expert_intermediate_size", gated_shared=True),
+    router=Router(shared="shared_expert_intermediate_size", shared_ending=("down_proj", "expert_gate")),
     attention=(f"{_MODULE}:Qwen3MoeAttention",),
 )

@@ -33,10 +33,9 @@ QWEN3_NEXT = Boundary(
     ffn_attribute="mlp",
     dense=(_MLP,),
     moe=(f"{_NEXT}:Qwen3NextSparseMoeBlock",),
-    router=Router(shared="shared_expert_intermediate_size", gated_shared=True),
+    router=Router(shared="shared_expert_intermediate_size", shared_ending=("down_proj", "expert_gate")),
     attention=_ATTENTION,
     weights=WeightRules(attention_children=_ATTENTION_CHILDREN, unbuilt_modules=("mtp",)),
-    ends_in_sum=True,
 )
 
 QWEN3_5 = Boundary(
@@ -46,13 +45,12 @@ QWEN3_5 = Boundary(
     ffn_attribute="mlp",
     dense=(_MLP,),
     moe=(f"{_NEXT}:Qwen3NextSparseMoeBlock",),
-    router=Router(shared="shared_expert_intermediate_size", gated_shared=True),
+    router=Router(shared="shared_expert_intermediate_size", shared_ending=("down_proj", "expert_gate")),
     attention=_ATTENTION,
     weights=WeightRules(
         attention_children=_ATTENTION_CHILDREN,
         unbuilt_modules=("mtp", "visual"),
         roots=("model.language_model.", "language_model.model.", "language_model.", "model.", ""),
     ),
-    ends_in_sum=True,
     language_model_only=True,
 )

@@ -1,6 +1,6 @@
 """Step-3, text: a sparse layer keeps its experts and its shared expert side by side and adds their results itself.
 
-Both cross in one hand-off: the FFN role adds them, in the layer's order.
+Both cross in one hand-off. The FFN role adds them, in the layer's order; in a compiled model the native layer does.
 """
 
 from __future__ import annotations
@@ -20,5 +20,4 @@ STEP3_TEXT = Boundary(
     router=Router(top_k="moe_top_k"),
     attention=(f"{_MODULE}:Step3TextAttention",),
     weights=WeightRules(ffn_children=("mlp", "moe", "share_expert")),
-    ends_in_sum=True,
 )

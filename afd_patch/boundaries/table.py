@@ -12,12 +12,22 @@ from afd_patch.errors import WeightError
 #: Who reads a checkpoint tensor. ``none``: belongs to nothing that is built (a next-token-prediction layer).
 OwnedBy = Literal["attention", "ffn", "none"]
 
-#: Compilation modes in which Dynamo traces the stock model in one graph, FFN and all.
-_TRACED_AS_A_WHOLE = ("STOCK_TORCH_COMPILE", "DYNAMO_TRACE_ONCE")
+#: What a compiler of the stock model sees of a mixture of experts: there is no compiler, one op, every operation.
+Graph = Literal["none", "opaque", "traced"]
 
 _LAYER = re.compile(
     r"^(?P<root>(?:[A-Za-z_]\w*\.)*)layers\.(?P<index>\d+)\.(?P<child>[A-Za-z_]\w*)(?:\.(?P<part>\w+)|$)"
 )
+
+
+def graph_of(vllm_config: Any) -> Graph:
+    """What the compiler of an engine with this configuration would see, if nothing were split off.
+
+    It depends on the device (``MoERunner._select_forward`` in vllm/model_executor/layers/fused_moe/runner).
+    """
+    if getattr(vllm_config.compilation_config.mode, "name", "NONE") == "NONE":
+        return "none"
+    return "traced" if vllm_config.device_config.device_type == "cpu" else "opaque"
 
 
 @dataclass(frozen=True)
@@ -81,22 +91,20 @@ class OwnGate:
 
 @dataclass(frozen=True)
 class Router:
-    """The router of a mixture of experts, for ``AFD_GATE=attention``.
+    """The router of a mixture of experts, and what its runner adds up: where the cut goes through the experts.
 
     ``names`` are those right under the MoE module of everything that the router owns, as attributes and in
-    checkpoints. ``top_k`` and ``shared`` are fields of the model's configuration: the experts per row, and what is
-    true where there are shared experts that the native runner adds to the routed ones. ``always_shared``: there are,
-    whatever the configuration says. ``gated_shared``: the shared experts end in a product with a gate of their own,
-    which a compiler fuses with what follows it. ``in_runner``: the native runner has the router, so rows are all that
-    it is given.
+    checkpoints, the gate first. ``top_k`` and ``shared`` are fields of the model's configuration: the experts per row,
+    and what is true where there are shared experts that the native runner adds to the routed ones. ``always_shared``:
+    there are, whatever the configuration says. ``shared_ending``: the shared experts end in a product of what these two
+    of their modules return, the last projection and a gate.
     """
 
     names: tuple[str, ...] = ("gate",)
     top_k: str = "num_experts_per_tok"
     shared: str = ""
     always_shared: bool = False
-    gated_shared: bool = False
-    in_runner: bool = False
+    shared_ending: tuple[str, str] | None = None
 
     def experts_per_row(self, config: Any) -> int:
         return int(getattr(config, self.top_k, None) or 0)
@@ -112,18 +120,18 @@ class Boundary:
     Classes are written ``module:Class``, where they are defined. ``decoder`` lists the decoder layer class,
     ``ffn_attribute`` the attribute that it assigns its FFN to. ``dense`` and ``moe`` are the FFN classes that it may
     assign, ``attention`` the classes whose construction the FFN role leaves out. ``crosses`` describes the tensors
-    of one hand-off for the reader. ``ends_in_sum``: the FFN's last operation is an addition (of shared and routed
-    experts), which a compiler fuses with the residual addition that follows it, without rounding in between; results
-    of compiled FFNs of such a family cross as float32, so that the attention side rounds where stock vLLM does.
+    of one hand-off for the reader.
 
     ``gate_in_float32``: the router's gate converts the rows to float32 where a compiler sees it, and fuses the
     conversion with the norm before it, without rounding in between. Rows cross rounded, so a model of such a family
     that is traced as a whole is refused, unless its router runs in the attention role.
 
-    ``router``: the router of its mixtures of experts; a family without one is refused with ``AFD_GATE=attention``.
+    ``router``: the router of its mixtures of experts; a family with such and without this is refused with
+    ``AFD_GATE=attention``, and compiled.
 
-    ``ffn_summands``: attributes of a layer that has its FFN in several modules and adds their results up itself, in
-    this order. Such a layer has these instead of ``ffn_attribute``, and the FFN role adds, so one hand-off is enough.
+    ``ffn_summands``: attributes of a layer that has its FFN in two modules and adds their results up itself, in this
+    order, which is also that of their calls. Such a layer has these instead of ``ffn_attribute``, and one hand-off is
+    enough for both.
     ``language_model_only``: the checkpoint may have other modalities, and their execution is refused.
     ``refused_quantization``: methods whose native loader asks the FFN modules of a layer for their format, which the
     attention role does not have.
@@ -144,7 +152,6 @@ class Boundary:
     crosses: str = "rows [tokens, hidden] in the model's dtype, both ways"
     router: Router | None = None
     weights: WeightRules = field(default_factory=WeightRules)
-    ends_in_sum: bool = False
     gate_in_float32: bool = False
     ffn_summands: tuple[str, ...] = ()
     language_model_only: bool = False
@@ -172,34 +179,49 @@ class Boundary:
             return "its router cannot run in the attention role: the cut through these experts was not built"
         return "it has no router, so with AFD_GATE=attention nothing would cross"
 
-    def summands_cross(self, config: Any, gate: str, compiled: bool) -> bool:
-        """Whether routed and shared results cross apart although the router is in the FFN role.
+    def has_shared(self, vllm_config: Any) -> bool:
+        """Whether the native runner of the experts adds the result of shared experts."""
+        return self.router is not None and self.router.has_shared(vllm_config.model_config.hf_text_config)
 
-        A compiler fuses their sum with what follows it, in a way that depends on how many buffers it reads.
+    def cuts_results(self, vllm_config: Any, gate: str) -> bool:
+        """Whether results cross before they are put together, which native code does in the attention role.
+
+        That is so with the router in the attention role, where the native runner of the experts stays, and in a
+        compiled model: there a sum is fused with what follows it, and how depends on how many buffers there are to
+        read. With several tensor-parallel ranks the runner ends in a sum over them, which nothing is fused with.
         """
-        router = self.router
-        if gate != "ffn" or not compiled or not self.ends_in_sum or router is None:
+        if gate == "attention":
+            return self.has_shared(vllm_config)
+        if graph_of(vllm_config) == "none":
             return False
-        return router.in_runner and not router.gated_shared and router.has_shared(config)
+        one_rank = vllm_config.parallel_config.tensor_parallel_size == 1
+        return bool(self.ffn_summands) or (one_rank and self.has_shared(vllm_config))
 
-    def columns(self, config: Any, gate: str, compiled: bool, itemsize: int) -> tuple[int, int]:
-        """Elements of a row there and back; ``config`` is the model's, ``itemsize`` is of an element of the rows.
+    def ending(self, vllm_config: Any, gate: str) -> tuple[str, str] | None:
+        """The two modules of the shared experts whose product the attention role makes: a compiler would fuse it."""
+        if self.router is None or graph_of(vllm_config) != "traced" or not self.has_shared(vllm_config):
+            return None
+        return self.router.shared_ending if self.cuts_results(vllm_config, gate) else None
+
+    def replies(self, vllm_config: Any, gate: str) -> tuple[int, ...]:
+        """Columns of each result that a layer hands back."""
+        hidden = int(vllm_config.model_config.hf_text_config.hidden_size)
+        if not self.cuts_results(vllm_config, gate):
+            return (hidden,)
+        return (hidden, hidden, 1) if self.ending(vllm_config, gate) else (hidden, hidden)
+
+    def columns(self, vllm_config: Any, gate: str) -> tuple[int, int]:
+        """Elements of a row there and back, in the model's dtype.
 
         With the router in the attention role, the weight (float32) and number (int32) of each chosen expert cross
-        beside a row, and routed and shared results come back side by side, because the attention role adds them. A
-        token id (int32) crosses beside the row where the FFN takes one.
+        beside a row; a token id (int32) does where the FFN takes one.
         """
-        hidden = int(config.hidden_size)
-        if self.summands_cross(config, gate, compiled):
-            return hidden, 2 * hidden
-        if gate == "ffn" or self.router is None:
-            return hidden + (4 // itemsize if self.input_ids else 0), hidden
-        routing = 2 * self.router.experts_per_row(config) * 4 // itemsize
-        return hidden + routing, hidden * (2 if self.router.has_shared(config) else 1)
-
-    def reply_is_unrounded(self, config: Any, gate: str) -> bool:
-        """Whether what a compiled FFN ends in is fused with what follows it, so that results cross as float32."""
-        return gate == "ffn" and self.ends_in_sum and not self.summands_cross(config, gate, True)
+        model = vllm_config.model_config
+        side = int(self.input_ids)
+        if gate == "attention" and self.router is not None:
+            side = 2 * self.router.experts_per_row(model.hf_text_config)
+        request = int(model.hf_text_config.hidden_size) + side * 4 // model.dtype.itemsize
+        return request, sum(self.replies(vllm_config, gate))
 
     def own_gate(self, dense_layers: Iterable[int]) -> OwnGate:
         """What the attention role has of the FFN with ``AFD_GATE=attention``, when ``dense_layers`` are no MoE."""
@@ -235,49 +257,30 @@ class Boundary:
         multimodal = getattr(vllm_config.model_config, "multimodal_config", None)
         if self.language_model_only and multimodal is not None and not multimodal.language_model_only:
             yield "only the language model can be split, not its other modalities; add --language-model-only"
-        mode = vllm_config.compilation_config.mode
-        if self.input_ids and getattr(mode, "name", "") not in ("", "NONE"):
+        graph = graph_of(vllm_config)
+        if graph != "none" and (self.input_ids or (self.moe and self.router is None)):
             yield "compiled, it was not compared with stock vLLM; add --enforce-eager"
-        if gate == "ffn" and self.gate_in_float32 and getattr(mode, "name", "") in _TRACED_AS_A_WHOLE:
+        if gate == "ffn" and self.gate_in_float32 and graph != "none":
             yield (
                 "compiled, its router reads rows before they are rounded, and rows cross rounded; add --enforce-eager, "
                 "or use AFD_GATE=attention"
             )
-        if (
-            gate == "attention"
-            and getattr(mode, "name", "") in _TRACED_AS_A_WHOLE
-            and self._ends_elsewhere(vllm_config)
-        ):
+        if gate == "attention" and self.ffn_summands and graph != "none":
             yield (
-                "compiled, its shared experts end in an operation that is fused with the ones behind it, which the "
-                "other role runs; add --enforce-eager, or use AFD_GATE=ffn"
+                "compiled, its layers add the result of their shared experts themselves, which would have to be here "
+                "before the routing of the others is known; add --enforce-eager, or use AFD_GATE=ffn"
             )
         if vllm_config.parallel_config.tensor_parallel_size > 1:
-            yield from self._refusals_of_ranks(vllm_config, gate, getattr(mode, "name", "") not in ("", "NONE"))
+            if self.input_ids:
+                yield "its FFN takes token ids, which was not tried with several tensor-parallel ranks; use one rank"
+            elif gate == "attention":
+                yield (
+                    "AFD_GATE=attention was not built for several tensor-parallel ranks, over which the native runner "
+                    "of the experts would sum up again; use AFD_GATE=ffn, or one rank"
+                )
         quantization = vllm_config.model_config.quantization
         if quantization in self.refused_quantization:
             yield (
                 f"the native loader of {quantization} weights asks every layer for the format of its experts, which "
                 "only the FFN role has; use another quantization"
             )
-
-    def _refusals_of_ranks(self, vllm_config: Any, gate: str, compiled: bool) -> Iterator[str]:
-        """Where the attention role keeps the native runner of the experts, that sums over the ranks, too."""
-        if self.input_ids:
-            yield "its FFN takes token ids, which was not tried with several tensor-parallel ranks; use one rank"
-        elif gate == "attention":
-            yield "AFD_GATE=attention was not built for several tensor-parallel ranks; use AFD_GATE=ffn, or one rank"
-        elif self.summands_cross(vllm_config.model_config.hf_text_config, gate, compiled):
-            yield (
-                "compiled, its routed and shared results cross apart, which was not built for several tensor-parallel "
-                "ranks; add --enforce-eager, or use one rank"
-            )
-
-    def _ends_elsewhere(self, vllm_config: Any) -> bool:
-        """Whether the FFN role of a model with ``AFD_GATE=attention`` ends in more than kernels of its own.
-
-        A compiler sums up the squares for the norm behind it in an order that depends on what it has fused before.
-        """
-        router, config = self.router, vllm_config.model_config.hf_text_config
-        gated = router is not None and router.gated_shared and router.has_shared(config)
-        return gated or bool(self.ffn_summands)

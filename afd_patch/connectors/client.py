@@ -32,8 +32,7 @@ class Channel:
         self.session = 0
         self.ready = False
         self._identity = identity
-        self._request_dtype = WIRE_DTYPES[getattr(torch, identity.dtype)]
-        self._reply_dtype = WIRE_DTYPES[getattr(torch, identity.reply_dtype)]
+        self._dtype = WIRE_DTYPES[getattr(torch, identity.dtype)]
         self._header = memoryview(bytearray(wire.HEADER_SIZE))
         self._shared: shared_memory.SharedRows | None = None
         self._socket = socket.socket(endpoint.family, socket.SOCK_STREAM)
@@ -107,11 +106,11 @@ class Channel:
         else:
             payload = _bytes_of(columns.joined(rows, side))
         request = Header(
-            Kind.CALL, self.session, transaction, call, layer, stage, self._request_dtype, count,
+            Kind.CALL, self.session, transaction, call, layer, stage, self._dtype, count,
             identity.request_columns, flags, len(payload), wire.payload_check(payload) if payload else 0,
         )  # fmt: skip
         expected = Header(
-            Kind.REPLY, self.session, transaction, call, layer, stage, self._reply_dtype, count,
+            Kind.REPLY, self.session, transaction, call, layer, stage, self._dtype, count,
             identity.reply_columns, flags, 0 if shared else out.nbytes,
         )  # fmt: skip
         stream.send_exactly(self._socket, deadline, request.pack(), payload)

@@ -25,7 +25,7 @@ class FFNConnector(Protocol):
 
         ``side`` crosses next to the rows: tensors ``[tokens, values]``, which fill up the ``request_columns`` of the
         identity bit for bit (see ``columns.py``). ``stage`` and ``transaction`` are those of the forward (see
-        ``AFDForwardContextMetadata``). ``out`` is ``[tokens, reply_columns]`` of the ``reply_dtype`` of the identity;
+        ``AFDForwardContextMetadata``). ``out`` is ``[tokens, reply_columns]``, of the same dtype;
         it is never a view of a receive buffer, and ``rows`` and ``side`` are left as they are. Returns when ``out`` is
         complete, or raises ``ConnectorError`` within the call timeout.
         """

@@ -41,7 +41,7 @@ class RetryingConnector:
     ) -> None:  # fmt: skip
         self.endpoints = tuple(endpoints)
         self._identity = identity
-        self._dtypes = (getattr(torch, identity.dtype), getattr(torch, identity.reply_dtype))
+        self._dtype: torch.dtype = getattr(torch, identity.dtype)
         self._connect_timeout = connect_timeout
         self._call_timeout = call_timeout
         self._spin = spin
@@ -147,7 +147,7 @@ class RetryingConnector:
             and all(len(part.shape) == 2 and part.shape[0] == shape[0] for part in side)
             and columns.width_of(rows, side) == identity.request_columns
             and out.shape == (shape[0], identity.reply_columns)
-            and (rows.dtype, out.dtype) == self._dtypes and 0 <= layer < identity.layers
+            and rows.dtype == out.dtype == self._dtype and 0 <= layer < identity.layers
         ):  # fmt: skip
             return
         beside = "".join(f", {part.dtype} {tuple(part.shape)} beside them," for part in side)
@@ -155,7 +155,7 @@ class RetryingConnector:
             f"AFD attention: layer {layer}: a call with {rows.dtype} rows {tuple(shape)}{beside} and an output of "
             f"{out.dtype} {tuple(out.shape)}; up to {identity.max_rows} x {identity.hidden_size} {identity.dtype} rows "
             f"of {identity.layers} layers, {identity.request_columns} columns with what crosses beside them, answered "
-            f"in {identity.reply_columns} columns of {identity.reply_dtype}, were agreed with the FFN role"
+            f"in {identity.reply_columns} columns, were agreed with the FFN role"
         )
 
     def _repeat_or_fail(self, layer: int, channel: Channel | None, error: Exception, deadline: float) -> None:

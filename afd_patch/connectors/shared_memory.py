@@ -31,26 +31,27 @@ class SharedRows:
 
     def __init__(self, fd: int, identity: Identity) -> None:
         content = torch.frombuffer(mmap.mmap(fd, file_bytes(identity)), dtype=torch.uint8)
+        dtype: torch.dtype = getattr(torch, identity.dtype)
 
-        def view(start: int, columns: int, dtype: torch.dtype) -> torch.Tensor:
+        def view(start: int, columns: int) -> torch.Tensor:
             end = start + identity.max_rows * columns * dtype.itemsize
             return content[start:end].view(dtype).view(identity.max_rows, columns)
 
-        self.requests = view(0, identity.request_columns, getattr(torch, identity.dtype))
-        self.replies = view(_request_bytes(identity), identity.reply_columns, getattr(torch, identity.reply_dtype))
+        self.requests = view(0, identity.request_columns)
+        self.replies = view(_request_bytes(identity), identity.reply_columns)
 
 
 def file_bytes(identity: Identity) -> int:
     """Bytes of the file: room for the largest request, and for the largest reply."""
-    return _request_bytes(identity) + _whole_pages(identity, identity.reply_columns, identity.reply_dtype)
+    return _request_bytes(identity) + _whole_pages(identity, identity.reply_columns)
 
 
 def _request_bytes(identity: Identity) -> int:
-    return _whole_pages(identity, identity.request_columns, identity.dtype)
+    return _whole_pages(identity, identity.request_columns)
 
 
-def _whole_pages(identity: Identity, columns: int, dtype: str) -> int:
-    itemsize: int = getattr(torch, dtype).itemsize
+def _whole_pages(identity: Identity, columns: int) -> int:
+    itemsize: int = getattr(torch, identity.dtype).itemsize
     pages = -(-identity.max_rows * columns * itemsize // mmap.PAGESIZE)
     return pages * mmap.PAGESIZE
 

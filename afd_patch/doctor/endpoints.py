@@ -25,7 +25,7 @@ TIMEOUT = 3.0
 
 _DIFFERENCE = re.compile(r"(?P<field>\w+): (?P<server>'[^']*'|\S+) here, (?:'[^']*'|\S+) there(?:;|$)")
 #: What depends on flags of the attention role, not on the model.
-_BY_FLAGS = ("dtype", "reply_dtype", "request_columns", "reply_columns", "compiled", "max_rows", "gate")
+_BY_FLAGS = ("dtype", "request_columns", "reply_columns", "compiled", "max_rows", "gate")
 _START = "start one: python -m afd_patch.serve MODEL --role ffn --listen ENDPOINT"
 
 
@@ -84,7 +84,7 @@ def nobodys_identity() -> Identity:
     values: dict[str, Any] = {}
     for field in dataclasses.fields(Identity):
         values[field.name] = {"int": 1, "bool": False}.get(str(field.type), "?")
-    return Identity(**{**values, "architecture": "afd_patch.doctor", "dtype": "float32", "reply_dtype": "float32"})
+    return Identity(**{**values, "architecture": "afd_patch.doctor", "dtype": "float32"})
 
 
 def parse_refusal(text: str, sent: Identity) -> dict[str, Any] | None:
@@ -162,7 +162,7 @@ def _compare(
     if by_flags:
         section.note(
             name, "flags of the two roles must agree: " + _both(server, by_flags),
-            "give the attention role the server's --dtype, --enforce-eager and AFD_GATE",
+            "give the attention role the server's --dtype, --enforce-eager, --tensor-parallel-size and AFD_GATE",
         )  # fmt: skip
 
 

@@ -80,8 +80,9 @@ def _draft(names: Names, model: Model, layer: Layer, module: str) -> list[str]:
         if classes:
             lines += _tuple(key, classes, "    ")
     lines += _weights(model, layer)
-    if any(_has_shared_experts(names, c) for c in moe):
-        lines.append("    ends_in_sum=True,  # shared and routed experts are added; False if anything follows the sum")
+    if moe:
+        shared = "always_shared=True" if any(_has_shared_experts(names, c) for c in moe) else ""
+        lines.append(f"    router=Router({shared}),  # a guess; docs/adding-a-model.md, questions 6 and 7")
     return [*lines, ")"]
 
 

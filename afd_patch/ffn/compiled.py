@@ -18,20 +18,17 @@ EXAMPLE_ROWS = 16
 
 
 def compile_layer(
-    module: nn.Module, layer: int, vllm_config: Any, reply_dtype: torch.dtype
+    module: nn.Module, layer: int, vllm_config: Any
 ) -> Callable[..., torch.Tensor | tuple[torch.Tensor, ...]]:
     """``module`` compiled for any number of rows; the first call does the work.
 
     Guards are dropped, as stock vLLM does, so that one row runs the same graph as many. A function without guards
     must have a code object of its own, because Dynamo's cache is looked up by code object: all layers share the class.
-    Results are ``reply_dtype``; converted inside of the graph, a sum at its end is not rounded before.
     """
 
     def run(*rows: torch.Tensor) -> torch.Tensor | tuple[torch.Tensor, ...]:
         result: torch.Tensor | tuple[torch.Tensor, ...] = module(*rows)
-        if isinstance(result, tuple):
-            return tuple(part.to(reply_dtype) for part in result)
-        return result.to(reply_dtype)
+        return result
 
     own = types.FunctionType(
         run.__code__.replace(co_name=f"ffn_layer_{layer}"), run.__globals__, run.__name__, None, run.__closure__

@@ -6,6 +6,7 @@ set-up are the native ones. No scheduler, no KV cache, no HTTP server is involve
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 from collections.abc import Callable
 from pathlib import Path
@@ -13,10 +14,10 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from afd_patch.boundaries.table import graph_of
 from afd_patch.connectors.columns import split
 from afd_patch.errors import ConnectorError
 from afd_patch.ffn.compiled import EXAMPLE_ROWS, compile_layer
-from afd_patch.identity import traced_as_a_whole
 from afd_patch.patches.experts import Experts
 
 if TYPE_CHECKING:
@@ -27,13 +28,25 @@ if TYPE_CHECKING:
 logger = logging.getLogger("vllm.afd_patch")
 
 
+#: Settings of the attention role that mean nothing to an FFN worker, with the value that turns them off: drafts,
+#: adapters and the KV cache are not here, and none of them changes what an FFN computes.
+_NOT_FOR_FFN = {
+    "speculative_config": None,
+    "enable_lora": False,
+    "kv_transfer_config": None,
+    "max_num_seqs": 1,
+    "kv_cache_memory_bytes": 1 << 20,
+    "skip_tokenizer_init": True,
+}
+
+
 def configure(engine: EngineArgs) -> Any:
-    """The ``VllmConfig`` of an FFN worker; the ffn role must be active."""
+    """The ``VllmConfig`` of an FFN worker of ``engine``; the ffn role must be active."""
     from afd_patch.patches.engine_config import FOR_FFN_RUNNER
 
     token = FOR_FFN_RUNNER.set(True)
     try:
-        return engine.create_engine_config()
+        return dataclasses.replace(engine, **_NOT_FOR_FFN).create_engine_config()
     finally:
         FOR_FFN_RUNNER.reset(token)
 
@@ -58,7 +71,7 @@ class FFNRunner:
         self._input_ids = build.boundary.input_ids
         self._modules = build.layers
         self._layers: dict[int, Callable[..., torch.Tensor | tuple[torch.Tensor, ...]]] = dict(build.layers)
-        if traced_as_a_whole(vllm_config):
+        if graph_of(vllm_config) == "traced":
             self._compile(build)
 
     @property
@@ -70,7 +83,7 @@ class FFNRunner:
         """The native FFN of decoder layer ``layer`` applied to ``rows``.
 
         ``rows`` is ``[tokens, request_columns]`` of the identity, in the model's dtype, on any device; native code may
-        write to it. The result is ``[tokens, reply_columns]`` of the ``reply_dtype``.
+        write to it. The result is ``[tokens, reply_columns]`` of that dtype.
         """
         inputs = self._inputs(rows.to(self._device))
         module = self._modules.get(layer)
@@ -120,7 +133,7 @@ class FFNRunner:
     def _compile(self, build: ModelBuild) -> None:
         """Compile every layer now: a first call that takes seconds would look like a dead server."""
         for layer, module in build.layers.items():
-            self._layers[layer] = compile_layer(module, layer, self.vllm_config, build.reply_dtype)
+            self._layers[layer] = compile_layer(module, layer, self.vllm_config)
             inputs = self._inputs(self._zeros(EXAMPLE_ROWS))
             for part in inputs:
                 torch._dynamo.mark_dynamic(part, 0)

@@ -55,10 +55,8 @@ class FFNServer:
         self.calls = 0
         self._listener = listener
         self._spin = spin
-        self._itemsize: int = getattr(torch, identity.dtype).itemsize
-        self._code = WIRE_DTYPES[getattr(torch, identity.dtype)]
-        self._reply_dtype: torch.dtype = getattr(torch, identity.reply_dtype)
-        self._reply_code = WIRE_DTYPES[self._reply_dtype]
+        self._dtype: torch.dtype = getattr(torch, identity.dtype)
+        self._code = WIRE_DTYPES[self._dtype]
         self._compute: Compute | None = None
         self._sessions = itertools.count(1)
         self._peers: dict[int, Peer] = {}
@@ -281,7 +279,7 @@ class FFNServer:
         peer.calls += 1
         try:
             result = compute(header.layer, rows)
-            if result.shape != (header.rows, self.identity.reply_columns) or result.dtype != self._reply_dtype:
+            if result.shape != (header.rows, self.identity.reply_columns) or result.dtype != self._dtype:
                 raise ConnectorError(f"the FFN returned {result.dtype} {tuple(result.shape)}")
             if not peer.shared:
                 result = result.detach().contiguous().cpu()
@@ -298,7 +296,7 @@ class FFNServer:
         else:
             payload = _bytes_of(result)
         reply = Header(
-            Kind.REPLY, header.session, header.transaction, header.call, header.layer, header.stage, self._reply_code,
+            Kind.REPLY, header.session, header.transaction, header.call, header.layer, header.stage, self._code,
             header.rows, self.identity.reply_columns, header.flags, len(payload),
             wire.payload_check(payload) if payload else 0,
         )  # fmt: skip
@@ -306,7 +304,7 @@ class FFNServer:
 
     def _check_call(self, peer: Peer, header: Header) -> None:
         identity = self.identity
-        payload = 0 if peer.shared else header.rows * header.width * self._itemsize
+        payload = 0 if peer.shared else header.rows * header.width * self._dtype.itemsize
         flags = FLAG_SHARED_MEMORY if peer.shared else 0
         if header.kind is not Kind.CALL:
             raise ProtocolError(f"{header.kind.name} where a call was expected")

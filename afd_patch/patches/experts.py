@@ -15,12 +15,14 @@ class Experts(nn.Module):
     """The experts of one layer, run by the native ``runner``, whose router is ``crossed_routing``.
 
     ``before`` are modules whose results for the same rows the layer adds up, in this order, and the routed one last.
+    ``shared_gate`` is the gate of the shared experts, where they are multiplied with it in the attention role.
     """
 
-    def __init__(self, runner: Any, before: list[nn.Module]) -> None:
+    def __init__(self, runner: Any, before: list[nn.Module], shared_gate: nn.Module | None) -> None:
         super().__init__()
         self.runner = runner
         self.before = nn.ModuleList(before)
+        self.shared_gate = shared_gate
         self.num_experts: int = runner.moe_config.num_experts
 
     def check(self, routing: torch.Tensor) -> None:
@@ -32,7 +34,7 @@ class Experts(nn.Module):
             )
 
     def forward(self, rows: torch.Tensor, routing: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        """The routed result and, where there are shared experts, theirs, each ``[tokens, hidden]``.
+        """The routed result and, where there are shared experts, theirs, each ``[tokens, hidden]``; then their gate's.
 
         ``rows`` is ``[tokens, hidden]``; ``routing`` is int32 ``[tokens, 2 * experts per row]``: the bits of the
         experts' weights (float32), and their numbers. It takes the place of the router's logits, which native code
@@ -48,7 +50,8 @@ class Experts(nn.Module):
         if total is not None:
             routed = total + routed
         # Apart: a compiler that puts them side by side itself generates other code for what they end in.
-        return (routed,) if shared is None else (routed, shared)
+        parts = (routed,) if shared is None else (routed, shared)
+        return parts if self.shared_gate is None else (*parts, self.shared_gate(rows)[0])
 
 
 def crossed_routing(native: Any, top_k: int, num_experts: int) -> Any:

@@ -45,7 +45,6 @@ class ModelBuild:
         self.role = role
         self.boundary = boundary
         self.vllm_config = vllm_config
-        self.reply_dtype: torch.dtype = getattr(torch, identity.reply_dtype)
         self.request_columns = identity.request_columns
         self.num_layers: int = vllm_config.model_config.hf_text_config.num_hidden_layers
         self.constructing = False
@@ -174,20 +173,25 @@ class ModelBuild:
             )
 
     def _swap_ffn(self, model: nn.Module, native: dict[int, dict[str, nn.Module]]) -> None:
-        from afd_patch.attention.proxy import make_nothing, make_remote
-
         parents = {id(module): parent for parent in model.modules() for module in parent.children()}
         removed = {id(part) for module in _modules(native) for part in module.modules()}
         stand_ins: dict[int, nn.Module] = {}
         for number, parts in native.items():
-            first, *others = parts.values()
-            stand_in = make_remote(first, number, self.reply_dtype, self.boundary.input_ids)
-            stand_ins[id(first)] = self.layers[number] = stand_in
-            stand_ins.update({id(module): make_nothing(module, number) for module in others})
-            for attribute, module in parts.items():
-                setattr(parents[id(module)], attribute, stand_ins[id(module)])
+            made = self._stand_ins(number, list(parts.values()))
+            self.layers[number] = made[0]
+            for (attribute, module), stand_in in zip(parts.items(), made, strict=True):
+                stand_ins[id(module)] = stand_in
+                setattr(parents[id(module)], attribute, stand_in)
         replace_in_lists(model, stand_ins, removed)
         take_back_registrations(self.vllm_config, removed)
+
+    def _stand_ins(self, number: int, parts: list[nn.Module]) -> list[nn.Module]:
+        """Stand-ins for the modules of the FFN of layer ``number``; the FFN role adds their results up."""
+        from afd_patch.attention.proxy import make_nothing, make_remote
+
+        first, *others = parts
+        remote = make_remote(first, number, self.boundary.input_ids)
+        return [remote, *(make_nothing(module, number) for module in others)]
 
     def _keep_ffn_only(self, model: nn.Module, native: dict[int, dict[str, nn.Module]]) -> None:
         for number, parts in native.items():

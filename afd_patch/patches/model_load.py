@@ -14,7 +14,9 @@ from typing import TYPE_CHECKING, Any
 
 from afd_patch import boundaries
 from afd_patch.attention import connections
+from afd_patch.boundaries.table import graph_of
 from afd_patch.errors import PatchNotApplied
+from afd_patch.hosting import give_back_memory
 from afd_patch.identity import identify
 from afd_patch.patch_manager import Patch, host
 from afd_patch.patches.construction import CURRENT_BUILD, patch_name
@@ -26,7 +28,6 @@ from afd_patch.patches.summed_build import SummedBuild
 if TYPE_CHECKING:
     from afd_patch.boundaries import Boundary
     from afd_patch.config import AFDConfig
-    from afd_patch.identity import Identity
 
 logger = logging.getLogger("vllm.afd_patch")
 
@@ -58,7 +59,7 @@ def _load_model(config: AFDConfig) -> Callable[..., Any]:
         _require_agreement(config, vllm_config)
         _require_patches(boundary)
         identity = identify(vllm_config, boundary, config)
-        build = _build_class(config, identity)(config.role, boundary, vllm_config, identity)
+        build = _build_class(config, boundary, vllm_config)(config.role, boundary, vllm_config, identity)
         connector = None
         if config.role == "attention":
             from afd_patch.attention.connect import open_connection
@@ -71,6 +72,7 @@ def _load_model(config: AFDConfig) -> Callable[..., Any]:
             CURRENT_BUILD.reset(token)
         build.check_ownership(model)
         build.forget_missing_layers(model)
+        give_back_memory()
         if connector is not None:
             connections.note_crossing(vllm_config.compilation_config.static_forward_context, build.crossing)
             connector.wait_ready()
@@ -82,10 +84,12 @@ def _load_model(config: AFDConfig) -> Callable[..., Any]:
     return load_model
 
 
-def _build_class(config: AFDConfig, identity: Identity) -> type[ModelBuild]:
+def _build_class(config: AFDConfig, boundary: Boundary, vllm_config: Any) -> type[ModelBuild]:
     if config.gate == "attention":
         return RoutedBuild
-    return ModelBuild if identity.reply_columns == identity.hidden_size else SummedBuild
+    compiled = boundary.router is not None and graph_of(vllm_config) != "none"
+    ends_here = vllm_config.parallel_config.tensor_parallel_size == 1 or bool(boundary.ffn_summands)
+    return SummedBuild if compiled and ends_here else ModelBuild
 
 
 def is_draft(vllm_config: Any, model_config: Any) -> bool:

@@ -16,13 +16,14 @@ from torch import nn
 from afd_patch.errors import UnsupportedError
 from afd_patch.patches.experts import Experts, crossed_routing
 from afd_patch.patches.model_build import ModelBuild, parameters_to_meta, take_back_registrations
+from afd_patch.patches.runners import NotCuttable, find_runner, require_ending, require_own_rows, take_gate
 
 if TYPE_CHECKING:
     from afd_patch.boundaries import Boundary
     from afd_patch.identity import Identity
 
 
-#: What is used of vLLM's ``MoERunner`` and of its ``SharedExperts``.
+#: What is used of vLLM's ``MoERunner``.
 _RUNNER = (
     "gate",
     "router",
@@ -33,7 +34,6 @@ _RUNNER = (
     "routed_input_transform",
     "routed_output_transform",
 )
-_SHARED = ("_layer", "_output", "_output_idx", "maybe_forward_async")
 
 
 class RoutedBuild(ModelBuild):
@@ -46,9 +46,11 @@ class RoutedBuild(ModelBuild):
         assert boundary.router is not None, "refused by the boundary table"
         self._router_names = boundary.router.names
         self._own_gate = boundary.own_gate(())
+        config = vllm_config.model_config.hf_text_config
         self._hidden = identity.hidden_size
-        self._reply_columns = identity.reply_columns
-        self._top_k = boundary.router.experts_per_row(vllm_config.model_config.hf_text_config)
+        self._has_shared = boundary.has_shared(vllm_config)
+        self._ending = boundary.ending(vllm_config, "attention")
+        self._top_k = boundary.router.experts_per_row(config)
         self._blocks: list[nn.Module] = []
         self._moe_depth = 0
 
@@ -129,7 +131,7 @@ class RoutedBuild(ModelBuild):
             )
 
     def _swap_ffn(self, model: nn.Module, native: dict[int, dict[str, nn.Module]]) -> None:
-        from afd_patch.attention.experts import make_elsewhere, make_remote_experts, make_remote_shared
+        from afd_patch.attention.experts import make_elsewhere, make_ending, make_remote_experts, make_remote_shared
         from afd_patch.attention.proxy import make_nothing
 
         parents = {id(module): parent for parent in model.modules() for module in parent.children()}
@@ -139,15 +141,18 @@ class RoutedBuild(ModelBuild):
             stand_in = make_remote_experts(experts, number)
             runner.routed_experts = self.layers[number] = stand_in
             gone = list(experts.modules())
+            ending = None
             if shared is not None:
-                runner._shared_experts = make_remote_shared(shared, number)
                 gone += [part for child in (shared, shared._layer) for part in child.modules()]
+                if self._ending:
+                    ending = make_ending(shared._layer, self._ending, number)
+                runner._shared_experts = make_remote_shared(shared, number, ending)
             for attribute, module in others.items():
                 setattr(parents[id(module)], attribute, make_nothing(module, number))
                 gone += module.modules()
             removed |= {id(part) for part in gone}
             for name, child in list(block._modules.items()):
-                if child is not None and id(child) in removed:
+                if child is not None and child is not ending and id(child) in removed:
                     setattr(block, name, make_elsewhere(child, number))
             self._blocks.append(block)
         take_back_registrations(self.vllm_config, removed)
@@ -159,8 +164,9 @@ class RoutedBuild(ModelBuild):
             runner.router = crossed_routing(runner.router, self._top_k, runner.moe_config.num_experts)
             # The router's; no kernel that is given its routing asks for it.
             runner.routed_experts.e_score_correction_bias = None
-            self.layers[number] = Experts(runner, list(others.values()))
-            kept += [runner, *others.values()]
+            gate = take_gate(runner._shared_experts._layer, self._ending) if self._ending else None
+            self.layers[number] = Experts(runner, list(others.values()), gate)
+            kept += [self.layers[number]]
         self._keep_only(model, kept)
 
     def _sparse_layers(
@@ -180,19 +186,21 @@ class RoutedBuild(ModelBuild):
 
     def _runner_of(self, block: nn.Module, number: int) -> Any:
         """The runner inside of ``block``; raises ``UnsupportedError`` where the cut would change what it computes."""
-        from vllm.model_executor.layers.fused_moe.router.zero_expert_router import ZeroExpertRouter
-        from vllm.model_executor.layers.fused_moe.runner.moe_runner import MoERunner
+        try:
+            return self._cuttable_runner_of(block)
+        except NotCuttable as reason:
+            raise UnsupportedError(
+                f"layer {number}: {reason}, so its router cannot run in the attention role; use AFD_GATE=ffn"
+            ) from None
 
-        runners = [child for child in block.children() if isinstance(child, MoERunner)]
-        if len(runners) != 1:
-            raise self._refusal(number, f"{type(block).__name__} has {len(runners)} runners of experts, not one")
-        (runner,) = runners
-        lacking = [name for name in _RUNNER if not hasattr(runner, name)]
-        shared = getattr(runner, "_shared_experts", None)
-        lacking += [name for name in _SHARED if shared is not None and not hasattr(shared, name)]
-        if lacking:
-            raise self._refusal(number, f"the runner of this vLLM has no {', '.join(lacking)}")
-        columns = self._hidden * (1 if shared is None else 2)
+    def _cuttable_runner_of(self, block: nn.Module) -> Any:
+        from vllm.model_executor.layers.fused_moe.router.zero_expert_router import ZeroExpertRouter
+
+        runner = find_runner(block, _RUNNER)
+        require_own_rows(runner, self._hidden)
+        shared = runner._shared_experts
+        if self._ending and shared is not None:
+            require_ending(shared._layer, self._ending)
         own = {id(part) for part in runner.modules()} | {id(part) for part in self._router_modules(block)}
         if shared is not None:
             own |= {id(part) for part in shared._layer.modules()}
@@ -201,26 +209,16 @@ class RoutedBuild(ModelBuild):
         for wrong, reason in (
             (unknown, f"its {', '.join(unknown)} is neither of the router nor of the experts"),
             (runner.routed_experts.quant_method.is_monolithic, "the kernel of its experts does the routing itself"),
-            (
-                runner.routed_input_transform is not None or runner.routed_output_transform is not None,
-                "its rows are transformed around the experts",
-            ),
-            (runner.moe_config.hidden_dim != self._hidden, "the kernel of its experts pads the rows"),
             (isinstance(runner.router, ZeroExpertRouter), "its router computes a result of its own"),
             (
-                runner.moe_config.experts_per_token != self._top_k or columns != self._reply_columns,
+                runner.moe_config.experts_per_token != self._top_k or (shared is not None) != self._has_shared,
                 f"it has {runner.moe_config.experts_per_token} experts per row and "
                 f"{'no ' if shared is None else ''}shared experts, and its configuration says otherwise",
             ),
         ):
             if wrong:
-                raise self._refusal(number, reason)
+                raise NotCuttable(reason)
         return runner
-
-    def _refusal(self, number: int, reason: str) -> UnsupportedError:
-        return UnsupportedError(
-            f"layer {number}: {reason}, so its router cannot run in the attention role; use AFD_GATE=ffn"
-        )
 
     # -- weights -------------------------------------------------------------------------------------------------
 

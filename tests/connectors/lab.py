@@ -37,7 +37,7 @@ SOON = 10.0
 def identity(**changes: Any) -> Identity:
     values: dict[str, Any] = {
         "vllm": "0.32.0", "model": "m0", "weights": "w0", "architecture": "TestForCausalLM", "boundary": "dense",
-        "gate": "ffn", "dtype": "bfloat16", "reply_dtype": "bfloat16", "hidden_size": HIDDEN,
+        "gate": "ffn", "dtype": "bfloat16", "hidden_size": HIDDEN,
         "request_columns": HIDDEN, "reply_columns": HIDDEN, "layers": LAYERS, "compiled": False, "max_rows": MAX_ROWS,
     }  # fmt: skip
     return Identity(**{**values, **changes})
@@ -48,12 +48,10 @@ def reference(layer: int, rows: torch.Tensor, dtype: torch.dtype | None = None) 
     return (torch.tanh(rows.float() * (layer + 1.25)) + rows.float() * 0.1).to(dtype or rows.dtype)
 
 
-def routed(
-    layer: int, rows: torch.Tensor, weights: torch.Tensor, numbers: torch.Tensor, dtype: torch.dtype | None = None
-) -> torch.Tensor:
+def routed(layer: int, rows: torch.Tensor, weights: torch.Tensor, numbers: torch.Tensor) -> torch.Tensor:
     """What layer ``layer`` makes of rows that crossed with their routing: twice as wide, and it tells every bit."""
     mixed = reference(layer, rows, torch.float32) * weights.sum(1, keepdim=True) + numbers.sum(1, keepdim=True) % 97
-    return torch.cat([mixed, reference(layer + 1, rows, torch.float32)], 1).to(dtype or rows.dtype)
+    return torch.cat([mixed, reference(layer + 1, rows, torch.float32)], 1).to(rows.dtype)
 
 
 def random_routing(count: int, top_k: int = 3, seed: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
@@ -83,9 +81,9 @@ def connector(
     )
 
 
-def ask(client: RetryingConnector, layer: int, rows: torch.Tensor, dtype: torch.dtype | None = None) -> torch.Tensor:
+def ask(client: RetryingConnector, layer: int, rows: torch.Tensor) -> torch.Tensor:
     """The result of one call, in memory that held something else before."""
-    out = torch.full(rows.shape, float("nan"), dtype=dtype or rows.dtype)
+    out = torch.full(rows.shape, float("nan"), dtype=rows.dtype)
     client.call(layer, rows, out)
     return out
 
@@ -197,7 +195,7 @@ class Server(Forked):
         listening, tell = os.pipe()
 
         shape = (self.identity.max_rows, self.identity.reply_columns)
-        results = torch.empty(shape, dtype=getattr(torch, self.identity.reply_dtype))
+        results = torch.empty(shape, dtype=getattr(torch, self.identity.dtype))
         with_routing = self.identity.request_columns != HIDDEN
 
         def compute(layer: int, rows: torch.Tensor) -> torch.Tensor:
@@ -209,9 +207,9 @@ class Server(Forked):
             if with_routing:
                 hidden, side = columns.split(rows, HIDDEN, torch.int32)
                 weights, numbers = side.chunk(2, dim=1)
-                computed = routed(layer, hidden, weights.contiguous().view(torch.float32), numbers, results.dtype)
+                computed = routed(layer, hidden, weights.contiguous().view(torch.float32), numbers)
             else:
-                computed = reference(layer, rows, results.dtype)
+                computed = reference(layer, rows)
             result = results[: len(rows)].copy_(computed)
             rows.zero_()  # native code may write to its input, and return the same memory every time
             return result

@@ -29,7 +29,6 @@ def routing_identity(dtype: str = "bfloat16", **changes: Any) -> Identity:
         **{
             "gate": "attention",
             "dtype": dtype,
-            "reply_dtype": dtype,
             "request_columns": HIDDEN + side,
             "reply_columns": 2 * HIDDEN,
             **changes,
@@ -37,8 +36,8 @@ def routing_identity(dtype: str = "bfloat16", **changes: Any) -> Identity:
     )
 
 
-def ask(client: RetryingConnector, layer: int, rows: torch.Tensor, side: Any, dtype: torch.dtype) -> torch.Tensor:
-    out = torch.full((len(rows), 2 * HIDDEN), float("nan"), dtype=dtype)
+def ask(client: RetryingConnector, layer: int, rows: torch.Tensor, side: Any) -> torch.Tensor:
+    out = torch.full((len(rows), 2 * HIDDEN), float("nan"), dtype=rows.dtype)
     client.call(layer, rows, out, side=side)
     return out
 
@@ -70,16 +69,15 @@ def test_values_that_fill_no_whole_columns() -> None:
         columns.columns_for(3, 2, 4)
 
 
-@pytest.mark.parametrize(("dtype", "reply_dtype"), [*zip(ROW_DTYPES, ROW_DTYPES, strict=True), ("bfloat16", "float32")])
-def test_bit_for_bit(endpoint: Endpoint, start: Start, connect: Connect, dtype: str, reply_dtype: str) -> None:
-    who = routing_identity(dtype, reply_dtype=reply_dtype)
+@pytest.mark.parametrize("dtype", ROW_DTYPES)
+def test_bit_for_bit(endpoint: Endpoint, start: Start, connect: Connect, dtype: str) -> None:
+    who = routing_identity(dtype)
     start(endpoint, who)
     client = connect(endpoint, who=who)
-    there, back = getattr(torch, dtype), getattr(torch, reply_dtype)
     for layer, count in enumerate((1, 2, 33, MAX_ROWS)):
-        rows, side = random_rows(count, there), random_routing(count, TOP_K)
+        rows, side = random_rows(count, getattr(torch, dtype)), random_routing(count, TOP_K)
         before = [part.clone() for part in (rows, *side)]
-        assert torch.equal(ask(client, layer, rows, side, back), routed(layer, rows, *side, back))
+        assert torch.equal(ask(client, layer, rows, side), routed(layer, rows, *side))
         assert all(torch.equal(part, old) for part, old in zip((rows, *side), before, strict=True))
     assert client.repeats == 0
 
@@ -88,7 +86,7 @@ def test_a_prefill_of_16384_rows(endpoint: Endpoint, start: Start, connect: Conn
     who = routing_identity(max_rows=16384)
     start(endpoint, who)
     rows, side = random_rows(16384), random_routing(16384, TOP_K)
-    assert torch.equal(ask(connect(endpoint, who=who), 1, rows, side, torch.bfloat16), routed(1, rows, *side))
+    assert torch.equal(ask(connect(endpoint, who=who), 1, rows, side), routed(1, rows, *side))
 
 
 def test_side_columns_that_are_not_contiguous(endpoint: Endpoint, start: Start, connect: Connect) -> None:
@@ -98,12 +96,12 @@ def test_side_columns_that_are_not_contiguous(endpoint: Endpoint, start: Start, 
     side = (weights.t(), numbers.t())
     assert not any(part.is_contiguous() for part in side)
     rows = random_rows(5)
-    assert torch.equal(ask(connect(endpoint, who=who), 1, rows, side, torch.bfloat16), routed(1, rows, *side))
+    assert torch.equal(ask(connect(endpoint, who=who), 1, rows, side), routed(1, rows, *side))
 
 
 def test_the_two_areas_differ_in_size() -> None:
-    who = routing_identity(max_rows=4096, reply_dtype="float32")
-    assert shared_memory.file_bytes(who) == 4096 * ((HIDDEN + 4 * TOP_K) * 2 + 2 * HIDDEN * 4)
+    who = routing_identity(max_rows=4096)
+    assert shared_memory.file_bytes(who) == 4096 * ((HIDDEN + 4 * TOP_K) + 2 * HIDDEN) * 2
 
 
 @pytest.mark.parametrize(
@@ -127,7 +125,7 @@ def test_a_call_that_was_not_agreed_fails_at_once(
     with pytest.raises(ConnectorError, match=f"{HIDDEN + 4 * TOP_K} columns with what crosses beside them"):
         client.call(1, rows, torch.empty(len(rows), width, dtype=torch.bfloat16), side=side)
     good, routing = random_rows(4), random_routing(4, TOP_K)
-    assert torch.equal(ask(client, 1, good, routing, torch.bfloat16), routed(1, good, *routing))
+    assert torch.equal(ask(client, 1, good, routing), routed(1, good, *routing))
     assert client.repeats == 0
     assert not server.lines("dropped")
 
@@ -143,7 +141,7 @@ def test_a_call_of_the_other_width_is_dropped(tcp: Endpoint, start: Start) -> No
     assert f"rows of {HIDDEN}, {HIDDEN + 4 * TOP_K} were agreed" in line
     client = server.client()
     rows, side = random_rows(3), random_routing(3, TOP_K)
-    assert torch.equal(ask(client, 2, rows, side, torch.bfloat16), routed(2, rows, *side))
+    assert torch.equal(ask(client, 2, rows, side), routed(2, rows, *side))
 
 
 def test_a_router_elsewhere_is_refused(tcp: Endpoint, start: Start) -> None:

@@ -5,12 +5,12 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import fields
+from dataclasses import fields, replace
 from typing import Any
 
 import pytest
 from fakes import FakeServer
-from lab import MAX_ROWS, SOON, Server, assert_right, connector, identity
+from lab import HIDDEN, MAX_ROWS, SOON, Server, assert_right, connector, identity
 from raw import Raw, sealed
 
 from afd_patch.connectors import wire
@@ -26,7 +26,7 @@ Connect = Callable[..., RetryingConnector]
 #: A value that differs from the usual one, for every field in which both sides must agree.
 OTHER: dict[str, Any] = {
     "vllm": "0.31.9", "model": "m1", "weights": "w1", "architecture": "OtherForCausalLM", "boundary": "moe",
-    "gate": "attention", "dtype": "float16", "reply_dtype": "float32", "hidden_size": 128,
+    "gate": "attention", "dtype": "float16", "hidden_size": 128,
     "request_columns": 72, "reply_columns": 128, "layers": 9, "compiled": True,
 }  # fmt: skip
 
@@ -63,6 +63,14 @@ def test_all_differences_are_named(tcp: Endpoint, start: Start) -> None:
     start(tcp)
     with pytest.raises(HandshakeError, match=r"model: .*; weights: .*; layers: "):
         connector(tcp, who=identity(model="x", weights="y", layers=4)).connect()
+
+
+def test_one_rank_and_several_behind_a_compiled_sum() -> None:
+    parts = identity(compiled=True, reply_columns=2 * HIDDEN)
+    sentence = parts.mismatch(replace(parts, reply_columns=HIDDEN)) or ""
+    assert sentence.endswith("both need one tensor-parallel rank, or both several")
+    for other in (replace(parts, reply_columns=HIDDEN, layers=4), replace(parts, compiled=False, reply_columns=HIDDEN)):
+        assert "rank" not in (parts.mismatch(other) or "")
 
 
 def test_more_rows_than_the_server_takes_are_refused(endpoint: Endpoint, start: Start) -> None:

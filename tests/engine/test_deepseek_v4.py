@@ -310,9 +310,12 @@ def test_unknown_names_are_quoted(name: str) -> None:
 
 
 def test_columns() -> None:
-    config = SimpleNamespace(hidden_size=256)
-    assert TABLE.columns(config, "ffn", False, 2) == (258, 256)
-    assert TABLE.columns(config, "ffn", False, 4) == (257, 256)
+    for itemsize, expected in ((2, (258, 256)), (4, (257, 256))):
+        model = SimpleNamespace(
+            hf_text_config=SimpleNamespace(hidden_size=256), dtype=SimpleNamespace(itemsize=itemsize)
+        )
+        given = SimpleNamespace(model_config=model, compilation_config=SimpleNamespace(mode=None))
+        assert TABLE.columns(given, "ffn") == expected
 
 
 # -- formats without a kernel ---------------------------------------------------------------------------------------

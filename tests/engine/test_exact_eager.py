@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import socket
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any
 
 import pytest
 
+from afd_patch.hosting import free_port
 from tests.engine.children import Child
 from tests.engine.engines import PROMPTS, ffn_server, generate
 
@@ -67,13 +67,10 @@ def test_attention_processes_share_a_server(
 
 def test_over_tcp(checkpoint: Callable[..., str], attention: dict[str, str]) -> None:
     """The rows travel in the stream instead of in shared memory."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    model = checkpoint("qwen3_moe")
-    server = Child(ffn_server, model, f"tcp://127.0.0.1:{port}")
+    model, endpoint = checkpoint("qwen3_moe"), f"tcp://127.0.0.1:{free_port()}"
+    server = Child(ffn_server, model, endpoint)
     try:
-        split = Child(generate, model, env={**attention, "AFD_FFN": f"tcp://127.0.0.1:{port}"})
+        split = Child(generate, model, env={**attention, "AFD_FFN": endpoint})
         assert_exact((Child(generate, model).result(), split.result()))
     finally:
         server.stop()

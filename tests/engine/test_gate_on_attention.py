@@ -41,8 +41,8 @@ MOE_LAYERS = {
 }
 #: Routers with and without a bias, in places of their own; shared experts with and without a gate; dense layers.
 OWNERSHIP = ("deepseek_v3", "ernie4_5_moe", "minimax_m2", "qwen2_moe", "step3_text")
-#: A router that reads unrounded rows. Compiled runs cost a minute and a half each.
-COMPILED = ("glm4_moe",)
+#: A router that reads unrounded rows; shared experts that end in a product. Compiled runs cost a minute each.
+COMPILED = ("glm4_moe", "qwen2_moe")
 GATE = {"AFD_GATE": "attention"}
 
 
