@@ -6,6 +6,7 @@ asks stock vLLM first.
 
 from __future__ import annotations
 
+import json
 import shutil
 from collections.abc import Callable
 from contextlib import AbstractContextManager
@@ -52,6 +53,38 @@ def test_exact_or_refused_as_by_stock_vllm(
     assert att["parameters"] | ffn["parameters"] == stock["parameters"]
     assert not att["parameters"].keys() & ffn["parameters"].keys()
     assert not set(att["read"]) & set(ffn["read"]), "no tensor is read by both"
+    assert sorted(att["read"] + ffn["read"]) == sorted(stock["read"])
+
+
+def with_kv_scales(path: str) -> None:
+    import torch
+    from safetensors.torch import load_file, save_file
+
+    tensors = load_file(f"{path}/model.safetensors")
+    scales = ((layer, name) for layer in range(LAYERS) for name in ("k_scale", "v_scale"))
+    tensors |= {f"model.layers.{layer}.self_attn.{name}": torch.tensor([0.02 + 0.01 * layer]) for layer, name in scales}
+    save_file(tensors, f"{path}/model.safetensors", metadata={"format": "pt"})
+    config = json.loads(Path(path, "config.json").read_text())
+    scheme = {"num_bits": 8, "type": "float", "strategy": "tensor", "dynamic": False, "symmetric": True}
+    config["quantization_config"]["kv_cache_scheme"] = scheme
+    Path(path, "config.json").write_text(json.dumps(config))
+
+
+def test_scales_of_the_kv_cache(
+    checkpoint: Callable[..., str], serving: Serving, attention: dict[str, str], tmp_path: Path
+) -> None:
+    """They are the attention role's; the FFN role reads none of them."""
+    plain, path = checkpoint("llama_w8a8"), str(tmp_path / "scaled")
+    shutil.copytree(plain, path)
+    Child(with_kv_scales, path).result()
+    with serving(path):
+        att = Child(observe, path, env=attention, kv_cache_dtype="fp8").result()
+    stock = Child(observe, path, kv_cache_dtype="fp8").result()
+    ffn = Child(ffn_model, path, f"unix:{tmp_path}/other.sock").result()
+    assert att["outputs"] == stock["outputs"]
+    assert stock["outputs"] != Child(observe, plain, kv_cache_dtype="fp8").result()["outputs"], "they count"
+    assert sum(name.endswith(("k_scale", "v_scale")) for name in att["read"]) == 2 * LAYERS
+    assert not any(name.endswith(("k_scale", "v_scale")) for name in ffn["read"])
     assert sorted(att["read"] + ffn["read"]) == sorted(stock["read"])
 
 
