@@ -161,7 +161,10 @@ def test_exact_compiled(
     path = checkpoint(architecture)
     cache = {"VLLM_CACHE_ROOT": str(tmp_path / "cache"), "TORCHINDUCTOR_CACHE_DIR": str(tmp_path / "inductor")}
     with serving(architecture, path, endpoint, env=cache, enforce_eager=False):
-        sides = [Child(observe, path, env=env, enforce_eager=False) for env in ({**cache, **attention, **GATE}, cache)]
+        sides = [
+            Child(helped, architecture, observe, path, env=env, enforce_eager=False)
+            for env in ({**cache, **attention, **GATE}, cache)
+        ]
         split, stock = [side.result() for side in sides]
     assert split["outputs"] == stock["outputs"]
     assert split["calls"] == MOE_LAYERS[architecture] * split["steps"]
