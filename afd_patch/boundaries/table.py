@@ -183,19 +183,25 @@ class Boundary:
         """Whether the native runner of the experts adds the result of shared experts."""
         return self.router is not None and self.router.has_shared(vllm_config.model_config.hf_text_config)
 
+    def end_is_fused(self, vllm_config: Any) -> bool:
+        """Whether a compiler fuses what the stock FFN ends in with what follows it, unless that is a kernel.
+
+        With several tensor-parallel ranks the runner of the experts ends in a sum over them, which nothing is fused
+        with; a layer that adds two modules up itself does so after that.
+        """
+        if graph_of(vllm_config) == "none":
+            return False
+        return bool(self.ffn_summands) or vllm_config.parallel_config.tensor_parallel_size == 1
+
     def cuts_results(self, vllm_config: Any, gate: str) -> bool:
         """Whether results cross before they are put together, which native code does in the attention role.
 
-        That is so with the router in the attention role, where the native runner of the experts stays, and in a
-        compiled model: there a sum is fused with what follows it, and how depends on how many buffers there are to
-        read. With several tensor-parallel ranks the runner ends in a sum over them, which nothing is fused with.
+        That is so with the router in the attention role, where the native runner of the experts stays, and where a sum
+        is fused with what follows it: how depends on how many buffers there are to read.
         """
         if gate == "attention":
             return self.has_shared(vllm_config)
-        if graph_of(vllm_config) == "none":
-            return False
-        one_rank = vllm_config.parallel_config.tensor_parallel_size == 1
-        return bool(self.ffn_summands) or (one_rank and self.has_shared(vllm_config))
+        return self.end_is_fused(vllm_config) and (bool(self.ffn_summands) or self.has_shared(vllm_config))
 
     def ending(self, vllm_config: Any, gate: str) -> tuple[str, str] | None:
         """The two modules of the shared experts whose product the attention role makes: a compiler would fuse it."""

@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, Any
 
 from afd_patch import boundaries
 from afd_patch.attention import connections
-from afd_patch.boundaries.table import graph_of
 from afd_patch.errors import PatchNotApplied
 from afd_patch.hosting import give_back_memory
 from afd_patch.identity import identify
@@ -87,9 +86,7 @@ def _load_model(config: AFDConfig) -> Callable[..., Any]:
 def _build_class(config: AFDConfig, boundary: Boundary, vllm_config: Any) -> type[ModelBuild]:
     if config.gate == "attention":
         return RoutedBuild
-    compiled = boundary.router is not None and graph_of(vllm_config) != "none"
-    ends_here = vllm_config.parallel_config.tensor_parallel_size == 1 or bool(boundary.ffn_summands)
-    return SummedBuild if compiled and ends_here else ModelBuild
+    return SummedBuild if boundary.router is not None and boundary.end_is_fused(vllm_config) else ModelBuild
 
 
 def is_draft(vllm_config: Any, model_config: Any) -> bool:

@@ -41,6 +41,8 @@ class SummedBuild(ModelBuild):
 
     def __init__(self, role: str, boundary: Boundary, vllm_config: Any, identity: Identity) -> None:
         super().__init__(role, boundary, vllm_config, identity)
+        assert boundary.router is not None, "other families have a ModelBuild"
+        self._router_names = boundary.router.names
         self._hidden = identity.hidden_size
         self._has_shared = boundary.has_shared(vllm_config)
         self._further_columns = identity.reply_columns - identity.hidden_size
@@ -75,7 +77,7 @@ class SummedBuild(ModelBuild):
 
         routed, shared = runner.routed_experts, runner._shared_experts
         ending = experts.make_ending(shared._layer, self._ending, number) if self._ending else None
-        routers = self.boundary.router.names if self.boundary.router and runner.gate is None else ()
+        routers = self._router_names if runner.gate is None else ()
         for parent in (block, runner):
             for name, child in list(parent._modules.items()):
                 if child is None or child is runner or child is ending:
@@ -100,9 +102,7 @@ class SummedBuild(ModelBuild):
                 self.layers[number] = Alone(first, self._further_columns)
 
     def _summands(self, block: nn.Module, runner: Any) -> nn.Module:
-        router = None
-        if runner.gate is None and self.boundary.router:
-            router = getattr(block, self.boundary.router.names[0])
+        router = getattr(block, self._router_names[0]) if runner.gate is None else None
         gate = take_gate(runner._shared_experts._layer, self._ending) if self._ending else None
         return Summands(runner, router, gate)
 

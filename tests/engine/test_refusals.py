@@ -13,6 +13,7 @@ import pytest
 
 from tests.engine.children import Child
 from tests.engine.engines import build, generate
+from tests.engine.test_tensor_parallel import UNBOUND
 
 Serving = Callable[..., AbstractContextManager[Child]]
 NOWHERE = {"AFD_ROLE": "attention", "AFD_FFN": "unix:/nowhere/ffn.sock", "AFD_CONNECT_TIMEOUT": "1"}
@@ -89,9 +90,7 @@ def test_why_sharded_state_is_refused(architecture: str, checkpoint: Callable[..
 
 def test_why_pipeline_parallelism_is_refused(checkpoint: Callable[..., str]) -> None:
     """Stock vLLM for CPU fails in the first forward of the second stage."""
-    child = Child(
-        generate, checkpoint("qwen3_moe"), env={"VLLM_CPU_OMP_THREADS_BIND": "nobind"}, pipeline_parallel_size=2
-    )
+    child = Child(generate, checkpoint("qwen3_moe"), env=UNBOUND, pipeline_parallel_size=2)
     try:
         kind, _ = child.outcome()
     finally:
