@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from afd_patch.patches import construction, engine_config, forward_context, lora, model_load, weights
+from afd_patch.patches import construction, engine_config, forward_context, lora, model_load, vocabulary, weights
 
 if TYPE_CHECKING:
     from afd_patch.config import AFDConfig
@@ -23,4 +23,5 @@ def patch_set(config: AFDConfig) -> list[Patch]:
         *model_load.patches(config),
         *forward_context.patches(config),
         *lora.patches(config),
+        *vocabulary.patches(config),
     ]
