@@ -138,15 +138,6 @@ def test_a_problem_of_another_family_is_a_note() -> None:
     assert finding(section, "MixtralMoE").level == "note"
 
 
-def test_a_target_that_the_roles_work_without_is_a_note() -> None:
-    utils = "vllm/model_executor/layers/utils.py"
-    names = changed({utils: replacing("def dispatch_cpu_unquantized_gemm", "def dispatch_gemm")})
-    section = check_patch_points(names, None)
-    assert problems(section) == {}
-    assert finding(section, "vocabulary.pack").level == "note"
-    assert "the roles work without it" in finding(section, "vocabulary.pack").text
-
-
 def test_a_function_that_is_imported_from_elsewhere_is_found() -> None:
     here, there = f"{LOADERS}/ep_weight_filter.py", f"{LOADERS}/filters.py"
     names = changed({here: "from .filters import *\n", there: (INSTALLED / here).read_text()})

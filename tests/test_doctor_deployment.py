@@ -67,6 +67,7 @@ def test_versions_of_the_installation(monkeypatch: pytest.MonkeyPatch) -> None:
     sentences = texts(installation.check_installation(None), "problem")
     assert any("torchvision::nms does not exist" in s and "pip uninstall torchvision" in s for s in sentences)
     assert any(s.startswith("wrapt: 1.17.3; 2.5 or newer") for s in sentences)
+    assert any(s == "xxhash: not installed; 3.5 or newer is needed; pip install 'xxhash>=3.5'" for s in sentences)
     assert any(s.startswith("vLLM: not installed") for s in sentences)
 
 

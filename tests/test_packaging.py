@@ -55,7 +55,8 @@ def test_metadata(archive: zipfile.ZipFile) -> None:
     assert f"\nVersion: {afd_patch.__version__}\n" in metadata
     assert "\nLicense-Expression: Apache-2.0\n" in metadata
     needed = [line for line in metadata.splitlines() if line.startswith("Requires-Dist:") and "extra ==" not in line]
-    assert needed == ["Requires-Dist: wrapt>=2.5"], "vLLM comes with the image or with an extra"
+    expected = ["Requires-Dist: wrapt>=2.5", "Requires-Dist: xxhash>=3.5"]
+    assert needed == expected, "vLLM comes with the image or with an extra"
     assert any(name.endswith("licenses/LICENSE") for name in archive.namelist())
 
 

@@ -15,19 +15,16 @@ import zlib
 from enum import IntEnum
 from typing import Any, NamedTuple
 
-import numpy as np
+import xxhash
 
 from afd_patch.errors import ProtocolError
 
 MAGIC = b"AFD1"
-PROTOCOL_VERSION = 1
+PROTOCOL_VERSION = 2
 
 _FIELDS = struct.Struct("<4sHBBIHHQQQIIQI")
 _CHECKSUM = struct.Struct("<I")
 HEADER_SIZE = _FIELDS.size + _CHECKSUM.size
-
-_WORD = 8
-_PRIME = 2**32 - 5
 
 #: Largest handshake or error text that is accepted, in bytes.
 MAX_TEXT = 64 * 1024
@@ -121,14 +118,8 @@ def unpack(data: bytes | bytearray | memoryview) -> Header:
 
 
 def payload_check(data: bytes | bytearray | memoryview) -> int:
-    """A 32-bit check of a payload: the sum of its 64-bit words, modulo a prime.
-
-    It notices every flipped bit and runs at the speed of memory, 7 times that of a CRC; shared memory needs none.
-    """
-    view = memoryview(data)
-    whole = len(view) // _WORD * _WORD
-    total = int(np.frombuffer(view[:whole], np.uint64).sum(dtype=np.uint64)) if whole else 0
-    return (total + int.from_bytes(view[whole:], "little")) % _PRIME
+    """A 32-bit check of a payload, the low half of its XXH3: as fast as memory; shared memory needs none."""
+    return xxhash.xxh3_64_intdigest(data) & 0xFFFF_FFFF
 
 
 def verify_payload(header: Header, data: bytes | bytearray | memoryview) -> None:

@@ -15,7 +15,8 @@ from afd_patch.doctor.findings import Section
 from afd_patch.doctor.source import SourceTree
 
 _GROUP = "vllm.general_plugins"
-_WRAPT = (2, 5)
+#: What the package itself needs, as in pyproject.toml.
+_NEEDED = {"wrapt": "2.5", "xxhash": "3.5"}
 _PYTHON = (3, 11)
 _DISTRIBUTION = "afd-patch"
 _REINSTALL = "install afd_patch again (pip install afd-patch, or pip install -e . in its folder)"
@@ -24,7 +25,7 @@ _REINSTALL = "install afd_patch again (pip install afd-patch, or pip install -e 
 def check_installation(tree: SourceTree | None) -> Section:
     """Findings about this Python environment; ``tree`` is the installed vLLM, if there is one."""
     section = Section("Installation")
-    checks: tuple[Callable[[Section], None], ...] = (_python, _wrapt, _torchvision, _entry_point, _start_up_line)
+    checks: tuple[Callable[[Section], None], ...] = (_python, _needed, _torchvision, _entry_point, _start_up_line)
     for check in checks:
         check(section)
     _vllm(section, tree)
@@ -92,12 +93,14 @@ def numbers(version: str) -> tuple[int, ...]:
     return tuple(map(int, match[0].split("."))) if match else ()
 
 
-def _wrapt(section: Section) -> None:
-    version = _version("wrapt")
-    if version is None or numbers(version) < _WRAPT:
-        section.problem("wrapt", f"{version or 'not installed'}; 2.5 or newer is needed", "pip install 'wrapt>=2.5'")
-    else:
-        section.ok("wrapt", version)
+def _needed(section: Section) -> None:
+    for name, least in _NEEDED.items():
+        version = _version(name)
+        if version is None or numbers(version) < numbers(least):
+            text = f"{version or 'not installed'}; {least} or newer is needed"
+            section.problem(name, text, f"pip install '{name}>={least}'")
+        else:
+            section.ok(name, version)
 
 
 def _torchvision(section: Section) -> None:

@@ -109,8 +109,6 @@ def _check_parameters(
 
 
 def _lacking(patch: Patch, text: str, hint: str) -> Finding:
-    if patch.optional:
-        return Finding("note", patch.name, f"{patch.target}: {text}; the roles work without it", hint)
     fix = "use a vLLM version that afd_patch supports, or adapt the target"
     return Finding("problem", patch.name, f"{patch.target}: {text}", f"{hint}; {fix}" if hint else fix)
 

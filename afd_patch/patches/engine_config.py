@@ -166,6 +166,11 @@ def _refusals(config: AFDConfig, vllm_config: Any) -> Iterator[str]:
     extra = vllm_config.load_config.model_loader_extra_config
     if isinstance(extra, dict) and extra.get("enable_multithread_load"):
         yield "enable_multithread_load reads whole files, and a role reads its own tensors only; leave it out"
+    if getattr(vllm_config, "weight_transfer_config", None) is not None:
+        yield (
+            "--weight-transfer-config lets a trainer change the weights of one role only; leave it out, and start both "
+            "roles again with new weights"
+        )
     if model.model_impl not in ("auto", "vllm"):
         yield f"--model-impl {model.model_impl} builds the layers outside of vLLM's own model code; use vllm"
     if speculative is not None and speculative.method not in SPECULATIVE_METHODS:

@@ -17,7 +17,7 @@ from afd_patch.attention import connections
 from afd_patch.errors import PatchNotApplied
 from afd_patch.hosting import give_back_memory
 from afd_patch.identity import identify
-from afd_patch.patch_manager import Patch, PatchState, host
+from afd_patch.patch_manager import Patch, host
 from afd_patch.patches.construction import CURRENT_BUILD, patch_name
 from afd_patch.patches.engine_config import ADDITIONAL_CONFIG_KEY
 from afd_patch.patches.model_build import ModelBuild
@@ -105,7 +105,7 @@ def _require_agreement(config: AFDConfig, vllm_config: Any) -> None:
 
 
 def _require_patches(boundary: Boundary) -> None:
-    """Every general patch that has a target here, and those of this model's family; others may be pending for ever."""
+    """Every general patch, and those of this model's family; other families may be pending for ever."""
     from afd_patch import activation
 
     active = activation.current()
@@ -114,17 +114,14 @@ def _require_patches(boundary: Boundary) -> None:
     import_now(boundary)
     others = {patch_name(name) for table in boundaries.TABLES if table is not boundary for name in table.classes}
     own = {patch_name(name) for name in boundary.classes}
-    active.manager.require_applied(
-        s.name
-        for s in active.manager.status()
-        if s.name in own or (s.name not in others and s.state is not PatchState.ABSENT)
-    )
+    active.manager.require_applied([s.name for s in active.manager.status() if s.name in own or s.name not in others])
 
 
 def import_now(boundary: Boundary) -> None:
     """Import the modules of this family and of the loaders, so that their patches are in effect or fail here."""
     modules = {name.partition(":")[0] for name in boundary.classes}
-    modules.add("vllm.engine.arg_utils")  # a worker process configures no engine, so it may not have imported it
+    # A worker process configures no engine, and not every platform's worker is made of vLLM's own.
+    modules |= {"vllm.engine.arg_utils", "vllm.v1.worker.gpu_worker"}
     for module in sorted(modules):
         importlib.import_module(module)
 

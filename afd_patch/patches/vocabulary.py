@@ -4,13 +4,13 @@ vLLM for CPUs copies what a linear layer multiplies with into the layout of a ke
 treats embeddings and the output head alike, for they may be one: both get the copy, and both keep the original. But
 embeddings are looked up in the original, and only models that use them as their head ever multiply with them; and a
 head of its own (``ParallelLMHead``, whose ``forward`` raises) is only multiplied with. So embeddings are copied when
-they are multiplied with for the first time, and a head drops its original like any other linear layer.
-
-In a model whose FFN is elsewhere, both are much of what is left. The kernels and what they read are vLLM's own.
+they are multiplied with for the first time, and a head drops its original like any other linear layer, unless an
+option of the engine has it read. The kernels and what they read are vLLM's own.
 """
 
 from __future__ import annotations
 
+import inspect
 from typing import TYPE_CHECKING, Any
 
 from afd_patch.patch_manager import Patch, host
@@ -29,10 +29,9 @@ def patches(config: AFDConfig) -> list[Patch]:
             target="vllm.model_executor.layers.utils:dispatch_cpu_unquantized_gemm",
             make=host(_pack),
             params=("layer", "remove_weight"),
-            why="embeddings get no copy that nobody multiplies with, a head keeps no original that nobody reads",
+            why="embeddings get no copy that nobody multiplies with, and a head keeps no original that nobody reads",
             upstream="vllm/model_executor/layers/vocab_parallel_embedding.py UnquantizedEmbeddingMethod",
             removal="a vLLM that packs embeddings when they are multiplied with, and keeps a head once",
-            optional=True,  # it saves memory, and no result depends on it
         )
     ]
 
@@ -40,16 +39,15 @@ def patches(config: AFDConfig) -> list[Patch]:
 def _pack(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> None:
     from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, VocabParallelEmbedding
 
-    def pack(layer: Any, remove_weight: bool) -> None:
-        build = CURRENT_BUILD.get()
-        if build is None or not isinstance(layer, VocabParallelEmbedding):
-            wrapped(layer, remove_weight)
-        elif isinstance(layer, ParallelLMHead):
-            wrapped(layer, remove_weight or not _head_is_read(build.vllm_config))
-        else:
-            _pack_at_first_use(wrapped, layer, remove_weight)
-
-    pack(*args, **kwargs)
+    build = CURRENT_BUILD.get()
+    given = inspect.signature(wrapped).bind(*args, **kwargs)
+    layer = given.arguments["layer"]
+    if isinstance(layer, VocabParallelEmbedding) and build is not None:
+        if not isinstance(layer, ParallelLMHead):
+            _pack_at_first_use(layer, wrapped, given)
+            return
+        given.arguments["remove_weight"] |= not _head_is_read(build.vllm_config)
+    wrapped(*given.args, **given.kwargs)
 
 
 def _head_is_read(vllm_config: Any) -> bool:
@@ -62,9 +60,9 @@ def _head_is_read(vllm_config: Any) -> bool:
     return vllm_config.speculative_config is not None or model.head_dtype != model.dtype
 
 
-def _pack_at_first_use(native: Any, layer: Any, remove_weight: bool) -> None:
+def _pack_at_first_use(layer: Any, native: Any, given: inspect.BoundArguments) -> None:
     def multiply(x: Any, weight: Any, bias: Any) -> Any:
-        native(layer, remove_weight)  # puts the kernel in the place of this function
+        native(*given.args, **given.kwargs)  # puts the kernel in the place of this function
         return layer.cpu_linear(x, weight, bias)
 
     layer.cpu_linear = multiply

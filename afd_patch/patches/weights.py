@@ -1,4 +1,4 @@
-"""Weights: which checkpoint tensors a role reads, and the count of what was written.
+"""Weights: which checkpoint tensors a role reads, the count of what was written, and that they stay.
 
 Ownership is decided on checkpoint names, before any native mapping (stacked, fused, expert, renamed), by the model's
 boundary table. Native loaders ask ``should_skip_weight`` before they read a tensor from a safetensors file, so what a
@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from afd_patch.errors import UnsupportedError
 from afd_patch.patch_manager import Patch, host
 from afd_patch.patches.construction import CURRENT_BUILD
 from afd_patch.patches.readahead import TensorFiles
@@ -61,6 +62,14 @@ def patches(config: AFDConfig) -> list[Patch]:
             )
             for module, loader in (("default_loader", "DefaultModelLoader"), ("dummy_loader", "DummyModelLoader"))
         ),
+        Patch(
+            name="weights.reload_weights",
+            target="vllm.v1.worker.gpu_worker:Worker.reload_weights",
+            make=host(_reload_weights),
+            why="other weights in one role only would be another model",
+            upstream="vllm/v1/worker/gpu_worker.py Worker.reload_weights, called by name through collective_rpc",
+            removal="a change of weights that both roles make between the same two forwards",
+        ),
     ]
 
 
@@ -95,3 +104,10 @@ def _load_weights(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
     model = kwargs["model"] if "model" in kwargs else args[0]
     with build.loading(model):
         return wrapped(*args, **kwargs)
+
+
+def _reload_weights(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> None:
+    raise UnsupportedError(
+        "reload_weights would change the weights of one role, and the FFN server would go on with the old ones; "
+        "start both roles again with the new checkpoint"
+    )

@@ -182,14 +182,14 @@ def flip(place: int) -> Filter:
 class Damage:
     """A filter that garbles a byte here and there, the same ones for the same ``seed``.
 
-    Places are ``apart`` bytes and up to ``2 * spread`` more from one another. From one to all of the byte's bits are
-    turned over. ``hits`` are the places in the stream.
+    Places are up to ``2 * spread`` bytes from one another. From one to all of the byte's bits are turned over. ``hits``
+    are the places in the stream.
     """
 
-    def __init__(self, seed: int, spread: int, apart: int) -> None:
+    def __init__(self, seed: int, spread: int) -> None:
         self.hits: list[int] = []
         self._dice = random.Random(seed)
-        self._spread, self._apart = spread, apart
+        self._spread = spread
         self._next = self._dice.randrange(2 * spread)
 
     def __call__(self, offset: int, data: bytes) -> bytes:
@@ -197,7 +197,7 @@ class Damage:
         while self._next < offset + len(data):
             garbled[self._next - offset] ^= self._dice.randint(1, 255)
             self.hits.append(self._next)
-            self._next += self._apart + self._dice.randrange(2 * self._spread)
+            self._next += 1 + self._dice.randrange(2 * self._spread)
         return bytes(garbled)
 
 

@@ -1,7 +1,4 @@
-"""A network that turns bits over, in both directions and everywhere: a call is right or repeated, and never refused.
-
-No frame has two garbled bytes here: two that cancel each other are what its check does not notice (see test_wire.py).
-"""
+"""A network that turns bits over, in both directions and everywhere: a call is right or repeated, and never refused."""
 
 from __future__ import annotations
 
@@ -22,9 +19,8 @@ from afd_patch.errors import RemoteFFNError
 Start = Callable[..., Server]
 #: Connections that are garbled; the ones after them are left alone.
 CONNECTIONS = 1000
-#: The rows of a call in ``test_damage_everywhere``, and the bytes of a frame with so many.
+#: The rows of a call in ``test_damage_everywhere``.
 MOST = 12
-FRAME = HEADER_SIZE + MOST * HIDDEN * 2
 
 
 @pytest.fixture
@@ -38,7 +34,7 @@ def no_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def damage(seed: int, spread: int) -> tuple[Damage, ...]:
-    return tuple(Damage(seed * 100_003 + number, spread, FRAME) for number in range(CONNECTIONS))
+    return tuple(Damage(seed * 100_003 + number, spread) for number in range(CONNECTIONS))
 
 
 # The handshake has some 450 bytes each way, a call of 1 to 12 rows 64 and over TCP up to 1536 more.

@@ -115,21 +115,21 @@ def test_a_refusal_does_not_wait_for_the_timeout(endpoint: Endpoint, start: Star
 def test_another_protocol_version_is_refused_at_once_on_both_sides(tcp: Endpoint, start: Start) -> None:
     server = start(tcp)
     newer = bytearray(wire.text_frame(Kind.HELLO, {"identity": identity().to_json()}))
-    newer[4] = 2
+    newer[4] += 1
     peer = Raw(tcp)
     peer.say(sealed(newer))
     header, body = peer.frame()
     assert header.kind is Kind.REFUSE
-    assert "AFD protocol 2 from the peer, 1 here" in wire.parse_text(header, body)["reason"]
+    assert "AFD protocol 3 from the peer, 2 here" in wire.parse_text(header, body)["reason"]
     (line,) = server.wait_for_line("dropped")
-    assert "AFD protocol 2 from the peer, 1 here" in line
+    assert "AFD protocol 3 from the peer, 2 here" in line
     server.kill()
 
     refuse = bytearray(wire.text_frame(Kind.REFUSE, {"reason": "?"}))
-    refuse[4] = 2
+    refuse[4] += 1
     with (
         FakeServer(tcp, lambda peer: peer.say(sealed(refuse))),
-        pytest.raises(HandshakeError, match="AFD protocol 2 from"),
+        pytest.raises(HandshakeError, match="AFD protocol 3 from"),
     ):
         connector(tcp, connect_timeout=60).connect()
 

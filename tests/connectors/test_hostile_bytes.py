@@ -71,6 +71,10 @@ def hello(content: object) -> bytes:
     return framed(Header(Kind.HELLO), body)
 
 
+def replaced(frame: bytes, place: int, value: int) -> bytes:
+    return frame[:place] + bytes([value]) + frame[place + 1 :]
+
+
 IDENTITY = identity().to_json()
 DEEP = b'{"identity":' * 5000 + b"1" + b"}" * 5000
 
@@ -87,14 +91,14 @@ FIRST_BYTES: dict[str, bytes] = {
     "CALL first": Header(Kind.CALL, dtype=DType.BFLOAT16, rows=1, width=HIDDEN, payload=2 * HIDDEN).pack(),
     "CALL of 4 GiB first": Header(Kind.CALL, dtype=DType.BFLOAT16, rows=1, width=HIDDEN, payload=4 << 30).pack(),
     "WELCOME first": wire.text_frame(Kind.WELCOME, {"ready": True}),
-    "old version": sealed(hello({"identity": IDENTITY}).replace(b"AFD1\x01", b"AFD1\x00", 1)),
-    "unknown kind": sealed(hello({"identity": IDENTITY}).replace(b"AFD1\x01\x00\x01", b"AFD1\x01\x00\x63", 1)),
+    "old version": sealed(replaced(hello({"identity": IDENTITY}), 4, 0)),
+    "unknown kind": sealed(replaced(hello({"identity": IDENTITY}), 6, 0x63)),
     "no JSON": framed(Header(Kind.HELLO), b"\xff\x00{}"),
     "JSON list": hello([IDENTITY]),
     "JSON nested": framed(Header(Kind.HELLO), DEEP),
     "JSON brackets": framed(Header(Kind.HELLO), b"[" * 60_000),
     "JSON of a huge number": framed(Header(Kind.HELLO), b"9" * 60_000),
-    "damaged header": hello({"identity": IDENTITY}).replace(b"AFD1\x01\x00\x01", b"AFD1\x01\x00\x63", 1),
+    "damaged header": replaced(hello({"identity": IDENTITY}), 6, 0x63),
     "damaged payload": hello({"identity": IDENTITY})[:-9] + b"x" * 9,
     "no identity": hello({}),
     "identity is a list": hello({"identity": [1, 2]}),

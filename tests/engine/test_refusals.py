@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from tests.engine.children import Child
-from tests.engine.engines import build, generate
+from tests.engine.engines import PROMPTS, ask, build, generate
 from tests.engine.test_tensor_parallel import UNBOUND
 
 Serving = Callable[..., AbstractContextManager[Child]]
@@ -64,11 +64,33 @@ def test_settings(env: dict[str, str], expected: str, checkpoint: Callable[..., 
         ({"load_format": "pt"}, "--load-format pt was not tried"),
         ({"enable_expert_parallel": True}, "--enable-expert-parallel is not supported yet"),
         ({"runner": "pooling", "convert": "classify"}, "--convert classify adds a head"),
+        ({"weight_transfer_config": {"backend": "ipc"}}, "--weight-transfer-config lets a trainer change the weights"),
     ],
 )
 def test_features(engine: dict[str, Any], expected: str, checkpoint: Callable[..., str]) -> None:
     env = {**NOWHERE, "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
     assert expected in refused(Child(build, checkpoint("qwen3_moe"), env=env, **engine))
+
+
+def reload_weights(model: str) -> dict[str, Any]:
+    from afd_patch.errors import UnsupportedError
+
+    llm = build(model)
+    before = ask(llm, PROMPTS)
+    with pytest.raises(UnsupportedError) as raised:
+        llm.collective_rpc("reload_weights")
+    return {"said": str(raised.value), "goes on": ask(llm, PROMPTS) == before}
+
+
+def test_other_weights_while_it_runs(
+    checkpoint: Callable[..., str], serving: Serving, attention: dict[str, str]
+) -> None:
+    """One role with other weights would be another model; requests go on with the old ones."""
+    model = checkpoint("qwen3_moe")
+    with serving(model):
+        seen = Child(reload_weights, model, env=attention).result()
+    assert seen["said"].startswith("reload_weights would change the weights of one role")
+    assert seen["goes on"]
 
 
 def save_sharded_state(model: str, folder: str) -> None:
