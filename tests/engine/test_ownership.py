@@ -125,7 +125,7 @@ def largest_allocation(path: str) -> int:
     import torch
     from torch.utils._python_dispatch import TorchDispatchMode
 
-    from afd_patch.patches import construction
+    from afd_patch.patches.model_build import ModelBuild
 
     largest = [0]
 
@@ -136,7 +136,7 @@ def largest_allocation(path: str) -> int:
                 largest[0] = max(largest[0], out.numel() * out.element_size())
             return out
 
-    native = construction.ModelBuild.ffn_module
+    native = ModelBuild.ffn_module
 
     def watched(self: Any, module: Any) -> Any:
         import contextlib
@@ -148,7 +148,7 @@ def largest_allocation(path: str) -> int:
 
         return both()
 
-    construction.ModelBuild.ffn_module = watched  # type: ignore[method-assign]
+    ModelBuild.ffn_module = watched  # type: ignore[method-assign]
     build(path)
     return largest[0]
 
