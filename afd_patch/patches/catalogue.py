@@ -1,7 +1,7 @@
 """Every patch as a page: ``python -m afd_patch.patches.catalogue > docs/patch-points.md``.
 
 The page is made of what the patches say about themselves, so it cannot say anything else than the code. It is made
-without vLLM: a patch is data, and its target is looked at when it is applied.
+without vLLM and torch: a patch is data, and its target is looked at when it is applied.
 """
 
 from __future__ import annotations

@@ -22,11 +22,10 @@ from typing import TYPE_CHECKING, Any
 from afd_patch import boundaries
 from afd_patch.errors import UnsupportedError
 from afd_patch.patch_manager import Patch, host
-from afd_patch.patches.model_build import ModelBuild
-from afd_patch.patches.routed_build import RoutedBuild
 
 if TYPE_CHECKING:
     from afd_patch.config import AFDConfig
+    from afd_patch.patches.model_build import ModelBuild
 
 #: The main model that is being loaded in this thread, set by ``model_load.py``.
 CURRENT_BUILD: ContextVar[ModelBuild | None] = ContextVar("afd_patch_current_build", default=None)
@@ -100,6 +99,8 @@ def _ffn_module(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> None:
 
 
 def _routed_experts(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> None:
+    from afd_patch.patches.routed_build import RoutedBuild
+
     build = CURRENT_BUILD.get()
     if not isinstance(build, RoutedBuild) or not build.inside_layer:
         return wrapped(*args, **kwargs)

@@ -20,13 +20,11 @@ from afd_patch.identity import identify
 from afd_patch.patch_manager import Patch, host
 from afd_patch.patches.construction import CURRENT_BUILD, patch_name
 from afd_patch.patches.engine_config import ADDITIONAL_CONFIG_KEY
-from afd_patch.patches.model_build import ModelBuild
-from afd_patch.patches.routed_build import RoutedBuild
-from afd_patch.patches.summed_build import SummedBuild
 
 if TYPE_CHECKING:
     from afd_patch.boundaries import Boundary
     from afd_patch.config import AFDConfig
+    from afd_patch.patches.model_build import ModelBuild
 
 logger = logging.getLogger("vllm.afd_patch")
 
@@ -84,6 +82,10 @@ def _load_model(config: AFDConfig) -> Callable[..., Any]:
 
 
 def _build_class(config: AFDConfig, boundary: Boundary, vllm_config: Any) -> type[ModelBuild]:
+    from afd_patch.patches.model_build import ModelBuild
+    from afd_patch.patches.routed_build import RoutedBuild
+    from afd_patch.patches.summed_build import SummedBuild
+
     if config.gate == "attention":
         return RoutedBuild
     return SummedBuild if boundary.router is not None and boundary.end_is_fused(vllm_config) else ModelBuild

@@ -21,7 +21,7 @@ from afd_patch.errors import WeightError
 from tests.engine.children import Child
 from tests.engine.cpu_help import deepseek_v4, deepseek_v4_kernels
 from tests.engine.engines import ENGINE, build, ffn_server
-from tests.engine.test_ownership import describe, record_reads
+from tests.engine.test_ownership import assert_shared, describe, record_reads
 from tests.engine.test_refusals import NOWHERE
 from tests.engine.test_v2_runner import ENV, in_fresh_interpreter
 
@@ -152,8 +152,7 @@ def sides(checkpoint: Any, tmp_path_factory: pytest.TempPathFactory) -> dict[str
 def test_the_roles_share_the_model_without_overlap(sides: Any) -> None:
     att, ffn, native = sides["attention"], sides["ffn"], sides["stock"]
     for what in ("parameters", "digests"):
-        assert not att[what].keys() & ffn[what].keys()
-        assert att[what] | ffn[what] == native[what]
+        assert_shared(att[what], ffn[what], native[what])
     assert all(".ffn." in name for name in ffn["parameters"])
     assert not set(att["read"]) & set(ffn["read"]), "no tensor is read by both"
     assert sorted(att["read"] + ffn["read"]) == sorted(native["read"])

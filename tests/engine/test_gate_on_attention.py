@@ -16,7 +16,7 @@ import pytest
 from tests.engine.children import Child
 from tests.engine.cpu_help import helped
 from tests.engine.engines import ENGINE, PROMPTS, ask, build, ffn_server, remote_calls
-from tests.engine.test_ownership import describe, record_reads
+from tests.engine.test_ownership import assert_shared, describe, record_reads
 
 #: Layers with a mixture of experts; the others of four are dense.
 MOE_LAYERS = {
@@ -129,8 +129,7 @@ def test_exact(architecture: str, checkpoint: Any, endpoint: str, attention: dic
 def check_ownership(split: dict[str, Any], ffn: dict[str, Any], stock: dict[str, Any], crossing: int) -> None:
     for role in (split, ffn):
         assert all(device == "cpu" for _, device in role["parameters"].values())
-    assert not split["parameters"].keys() & ffn["parameters"].keys()
-    assert split["parameters"] | ffn["parameters"] == stock["parameters"]
+    assert_shared(split["parameters"], ffn["parameters"], stock["parameters"])
     assert not set(split["read"]) & set(ffn["read"]), "no tensor is read by both"
     assert sorted(split["read"] + ffn["read"]) == sorted(stock["read"])
     assert ffn["gates"] == 0, "the FFN role has no router to run"

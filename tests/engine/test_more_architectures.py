@@ -16,7 +16,7 @@ from afd_patch.errors import WeightError
 from tests.engine.children import Child
 from tests.engine.cpu_help import buildable_sparse_attention, helped
 from tests.engine.engines import ENGINE, PROMPTS, ask, build, ffn_server, generate, remote_calls
-from tests.engine.test_ownership import describe, ffn_model, record_reads
+from tests.engine.test_ownership import assert_shared, describe, ffn_model, record_reads
 
 ARCHITECTURES = (
     "qwen2_moe",
@@ -64,8 +64,7 @@ def test_exact_and_without_overlap(
     assert att["calls"] > 0 and att["calls"] % LAYERS == 0, "one call per layer"
     assert att["outputs"] == stock["outputs"]
 
-    assert not att["parameters"].keys() & ffn["parameters"].keys()
-    assert att["parameters"] | ffn["parameters"] == stock["parameters"]
+    assert_shared(att["parameters"], ffn["parameters"], stock["parameters"])
     assert not set(att["read"]) & set(ffn["read"]), "no tensor is read by both"
     unread = set(stock["read"]) - set(att["read"]) - set(ffn["read"])
     assert all(name.startswith("model.visual.") for name in unread), "only a tower that nobody builds is left out"
@@ -153,8 +152,7 @@ def test_sparse_attention_as_it_is(
     ffn = Child(ffn_model, path, other).result()
     stock = Child(loaded, path, buildable_sparse_attention).result()
     assert any(".indexer." in name for name in att["parameters"])
-    assert not att["parameters"].keys() & ffn["parameters"].keys()
-    assert att["parameters"] | ffn["parameters"] == stock["parameters"]
+    assert_shared(att["parameters"], ffn["parameters"], stock["parameters"])
     assert sorted(att["read"] + ffn["read"]) == sorted(stock["read"])
     assert sorted(att["registered"] + ffn["registered"]) == stock["registered"]
 
