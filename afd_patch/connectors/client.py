@@ -83,8 +83,8 @@ class Channel:
             return True
         if not stream.wait_readable(self._socket, deadline):
             return False
-        # Once it has begun, it is received completely: half a header would make nonsense of what follows.
-        stream.receive_exactly(self._socket, self._header, time.monotonic() + HANDSHAKE_TIMEOUT)
+        # Once it has begun, it is received completely, or this connection is of no use any more.
+        stream.receive_exactly(self._socket, self._header, min(deadline, time.monotonic() + HANDSHAKE_TIMEOUT))
         header = wire.unpack(self._header)
         if header != Header(Kind.READY, self.session):
             raise ProtocolError(f"{self.endpoint} sent {header.kind.name} before READY")
@@ -114,7 +114,8 @@ class Channel:
             identity.reply_columns, flags, 0 if shared else out.nbytes,
         )  # fmt: skip
         stream.send_exactly(self._socket, deadline, request.pack(), payload)
-        stream.receive_exactly(self._socket, self._header, deadline, spin)
+        stream.receive_exactly(self._socket, self._header, deadline, spin, rest=HANDSHAKE_TIMEOUT)
+        deadline = min(deadline, time.monotonic() + HANDSHAKE_TIMEOUT)
         if shared is None:
             self._receive_rows(expected, out, deadline, spin)
         elif self._header == expected.pack():

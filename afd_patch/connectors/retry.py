@@ -60,8 +60,7 @@ class RetryingConnector:
             deadline = time.monotonic() + self._connect_timeout
             while True:
                 try:
-                    # With several servers, a silent one must leave time for the others.
-                    self._open(min(deadline, time.monotonic() + self._connect_timeout / len(self.endpoints)))
+                    self._open(self._turn(deadline))
                     return
                 except HandshakeError:
                     raise
@@ -81,18 +80,22 @@ class RetryingConnector:
         """Wait up to the connect timeout until the server has loaded its weights; a lost one is connected again."""
         with self._lock:
             deadline = time.monotonic() + self._connect_timeout
+            turn = self._turn(deadline)
             while True:
                 try:
-                    channel = self._channel or self._open(deadline)
-                    if channel.wait_ready(min(deadline, time.monotonic() + PROGRESS)):
+                    channel = self._channel or self._open(turn)
+                    if channel.wait_ready(min(turn, time.monotonic() + PROGRESS)):
                         return
-                    cause = "it is still loading"
+                    cause = f"{channel.endpoint} is still loading"
+                    if time.monotonic() >= turn:
+                        self._drop()
+                        turn = self._turn(deadline)
                 except HandshakeError:
                     raise
                 except (OSError, ConnectorError) as error:
                     self._drop()
                     self._end_if_closed(error)
-                    cause = str(error)
+                    cause, turn = str(error), self._turn(deadline)
                     time.sleep(RETRY_PAUSE)
                 if time.monotonic() >= deadline:
                     raise ConnectorError(
@@ -184,6 +187,10 @@ class RetryingConnector:
             self._drop()
             raise
         return self._channel
+
+    def _turn(self, deadline: float) -> float:
+        """Until when to wait for one server at the start: a silent one must leave time for the others."""
+        return min(deadline, time.monotonic() + self._connect_timeout / len(self.endpoints))
 
     def _drop(self) -> None:
         if self._channel is not None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import socket
 import struct
 import time
@@ -14,15 +15,20 @@ from afd_patch.errors import ConnectorError
 _BUFFER_BYTES = 4 << 20
 #: Microseconds after which a blocked transfer looks at its deadline.
 _TICK_US = 50_000
+#: Seconds that one attempt to connect may take. The kernel asks a silent host again after ever longer pauses; a new
+#: attempt asks at once.
+_ATTEMPT = 2.0
+#: Seconds without an answer from the other host after which the kernel gives a connection up, idle or not.
+_IDLE, _INTERVAL, _PROBES, _UNANSWERED = 4, 2, 3, 10
 
 
 def connect(sock: socket.socket, endpoint: Endpoint, timeout: float) -> None:
-    """Connect ``sock`` to ``endpoint``; raises ``OSError`` when nobody answers within ``timeout`` seconds.
+    """Connect ``sock`` to ``endpoint``; raises ``OSError`` when nobody answers within ``timeout`` seconds, or in 2.
 
     The socket blocks afterwards, in ticks: a transfer is one system call, as cheap as it gets, and still notices its
     deadline.
     """
-    sock.settimeout(timeout)
+    sock.settimeout(min(timeout, _ATTEMPT))
     sock.connect(endpoint.address)
     set_options(sock)
     sock.settimeout(None)
@@ -36,6 +42,10 @@ def set_options(sock: socket.socket) -> None:
     if sock.family != socket.AF_UNIX:
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, _IDLE)
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, _INTERVAL)
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, _PROBES)
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, _UNANSWERED * 1000)
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _BUFFER_BYTES)
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, _BUFFER_BYTES)
 
@@ -58,8 +68,10 @@ def send_exactly(sock: socket.socket, deadline: float, *parts: bytes | memoryvie
             pending[0] = pending[0][sent:]
 
 
-def receive_exactly(sock: socket.socket, buffer: memoryview, deadline: float, spin: float = 0.0) -> None:
-    """Fill ``buffer`` by ``deadline`` or raise ``ConnectorError``.
+def receive_exactly(
+    sock: socket.socket, buffer: memoryview, deadline: float, spin: float = 0.0, rest: float = math.inf
+) -> None:
+    """Fill ``buffer`` by ``deadline``, and within ``rest`` seconds of its first byte, or raise ``ConnectorError``.
 
     For the first ``spin`` seconds the wait is active, because waking a sleeping core costs more than a small answer.
     """
@@ -80,6 +92,7 @@ def receive_exactly(sock: socket.socket, buffer: memoryview, deadline: float, sp
         if received == len(buffer):
             return
         buffer = buffer[received:]
+        deadline = min(deadline, time.monotonic() + rest)
         check(deadline)
 
 

@@ -11,6 +11,7 @@ import torch
 from fakes import Proxy, cut, flip, swallow
 from lab import Server, ask, assert_right, connector, free_endpoint, random_rows, reference
 
+from afd_patch.connectors import client as client_module
 from afd_patch.connectors.endpoint import Endpoint
 from afd_patch.connectors.wire import HEADER_SIZE, Header, Kind, text_frame
 from afd_patch.errors import ConnectorError
@@ -100,6 +101,20 @@ def test_a_line_that_goes_silent(tcp: Endpoint, way: Endpoint, start: Start, int
         assert str(way) in str(error.value)
         assert time.monotonic() - began < 1.6
         assert_right(client)
+        client.close()
+
+
+@pytest.mark.parametrize("into", [1, HEADER_SIZE - 1, HEADER_SIZE, HEADER_SIZE + 1000])
+def test_a_reply_that_stops_half_way_is_asked_for_again(
+    tcp: Endpoint, way: Endpoint, start: Start, into: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(client_module, "HANDSHAKE_TIMEOUT", 0.3)
+    server = start(tcp)
+    with Proxy(way, tcp, replies=(swallow(welcome_size(server) + into),)):
+        client = connector(way)
+        client.connect()
+        assert torch.equal(ask(client, 2, ROWS), reference(2, ROWS))
+        assert client.repeats == 1
         client.close()
 
 
