@@ -11,6 +11,7 @@ import hashlib
 import json
 import os
 import reprlib
+import zlib
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -23,7 +24,7 @@ if TYPE_CHECKING:
 
 #: Keys of config.json that say where a model came from, not what it is.
 _PROVENANCE = ("_name_or_path", "transformers_version", "_commit_hash")
-#: Read at every start: about this many tensors, this many bytes at either end.
+#: Read at every start: so many tensors, so many bytes at either end.
 _SAMPLED_TENSORS, _SAMPLE_BYTES = 1024, 2048
 #: The same for files of other formats, which have no table of tensors.
 _SAMPLED_PLACES = 64
@@ -128,10 +129,26 @@ def _weights(vllm_config: Any) -> str:
     if vllm_config.load_config.load_format == "dummy":
         return "dummy"
     folder = Path(vllm_config.model_config.model)
-    if folder.is_dir():
-        return weights_fingerprint(folder)
-    # A model of the hub is identified by its commit.
-    return f"hub:{getattr(vllm_config.model_config.hf_config, '_commit_hash', None)}"
+    return weights_fingerprint(folder if folder.is_dir() else _fetched(vllm_config))
+
+
+def _fetched(vllm_config: Any) -> Path:
+    """The folder of a model of the hub; vLLM's own loader fetches the weights, as it would a little later."""
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import LocalEntryNotFoundError
+    from vllm.model_executor.model_loader import get_model_loader
+
+    model, load = vllm_config.model_config, vllm_config.load_config
+    get_model_loader(load).download_model(model)
+    try:
+        return Path(
+            snapshot_download(model.model, revision=model.revision, cache_dir=load.download_dir, local_files_only=True)
+        )
+    except LocalEntryNotFoundError as error:
+        raise WeightError(
+            f"the weights of {model.model} are not where the hub keeps what was fetched, so the two roles cannot "
+            "compare theirs; fetch the model and give its folder"
+        ) from error
 
 
 def _config_content(model_config: Any) -> dict[str, Any]:
@@ -147,9 +164,9 @@ def _digest(content: dict[str, Any]) -> str:
 def weights_fingerprint(folder: Path) -> str:
     """A digest of the checkpoint in ``folder``: independent of file names and of how it is sharded.
 
-    Covers each tensor's name, dtype and shape, and the first and last bytes of about a thousand tensors.
+    Covers each tensor's name, dtype and shape, and the first and last bytes of up to 1024 tensors.
     """
-    files = sorted(folder.glob("*.safetensors"))
+    files = _safetensors_files(folder)
     if not files:
         return _other_files_fingerprint(folder)
     digest = hashlib.sha256()
@@ -157,11 +174,12 @@ def weights_fingerprint(folder: Path) -> str:
     for path in files:
         start, header = read_header(path)
         entries.update({name: (path, start, entry) for name, entry in header.items() if name != "__metadata__"})
-    step = max(1, len(entries) // _SAMPLED_TENSORS)
-    for position, name in enumerate(sorted(entries)):
+    # By a sum over the name: tensors of a kind lie at equal distances, and every so manieth would leave kinds out.
+    sampled = set(sorted(entries, key=lambda name: (zlib.crc32(name.encode()), name))[:_SAMPLED_TENSORS])
+    for name in sorted(entries):
         path, start, entry = entries[name]
         digest.update(f"{name} {entry['dtype']} {entry['shape']}\n".encode())
-        if position % step == 0:
+        if name in sampled:
             begin, end = entry["data_offsets"]
             size = min(_SAMPLE_BYTES, end - begin)
             with path.open("rb", buffering=0) as file:
@@ -169,6 +187,19 @@ def weights_fingerprint(folder: Path) -> str:
                 for place in (begin, end - size):
                     digest.update(os.pread(file.fileno(), size, start + place))
     return digest.hexdigest()[:16]
+
+
+def _safetensors_files(folder: Path) -> list[Path]:
+    """Those of the index, where there is one: others may hold the same tensors again, and vLLM leaves them alone."""
+    files = sorted(folder.glob("*.safetensors"))
+    index = folder / "model.safetensors.index.json"
+    if not index.is_file():
+        return files
+    try:
+        listed = set(json.loads(index.read_text())["weight_map"].values())
+    except (ValueError, KeyError, TypeError, AttributeError):
+        raise WeightError(f"{index} is no index of safetensors files; fetch the checkpoint again") from None
+    return [path for path in files if path.name in listed]
 
 
 def read_header(path: Path) -> tuple[int, dict[str, Any]]:
@@ -186,8 +217,11 @@ def read_header(path: Path) -> tuple[int, dict[str, Any]]:
 
 
 def _other_files_fingerprint(folder: Path) -> str:
+    paths = sorted(path for pattern in ("*.bin", "*.pt") for path in folder.glob(pattern))
+    if not paths:
+        raise WeightError(f"{folder} holds no weights (*.safetensors, *.bin, *.pt); fetch the checkpoint")
     digest = hashlib.sha256()
-    for path in sorted(p for pattern in ("*.bin", "*.pt") for p in folder.glob(pattern)):
+    for path in paths:
         size = path.stat().st_size
         digest.update(f"{size}\n".encode())
         with path.open("rb") as file:

@@ -57,6 +57,7 @@ class Launcher:
         self._stop = threading.Event()
         self._children: list[ChildProcess] = []
         self._shared: dict[str, str] = {}
+        self._lost: set[str] = set()
 
     def run(self) -> int:
         """Serve until a signal or the end of a child; returns the exit status."""
@@ -105,7 +106,7 @@ class Launcher:
             return 0 if self._stop.is_set() else 1
         self._print_ready(time.monotonic() - started)
         while not self._stop.wait(0.2):
-            if self._failed():
+            if self._cannot_go_on():
                 return 1
         _say("stopping")
         return 0
@@ -126,9 +127,21 @@ class Launcher:
                 report += _PROGRESS
         return False
 
+    def _cannot_go_on(self) -> bool:
+        """Once all are ready: whether the API server has ended, or the last FFN server; others are only told of."""
+        *servers, api = self._children
+        left = sum(child.status is None for child in servers)
+        if api.status is not None or left == 0:
+            return self._failed()
+        for child in servers:
+            if child.status is not None and child.name not in self._lost:
+                self._lost.add(child.name)
+                _say(f"{child.name} ended with status {child.status}; FFN servers that go on: {left}")
+        return False
+
     def _failed(self) -> bool:
         for child in self._children:
-            if child.status is not None and not self._stop.is_set():
+            if child.status is not None and child.name not in self._lost and not self._stop.is_set():
                 _say(f"{child.name} ended with status {child.status}; its last lines are above; stopping the others")
                 return True
         return False

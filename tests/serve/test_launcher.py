@@ -121,6 +121,11 @@ def test_two_side_by_side_and_their_ends(deploy: Deploy, model: str) -> None:
     assert not set(first.sockets()) & set(second.sockets())
     assert len(second.sockets()) == 2
 
+    second.child("ffn-0.sock").kill()  # the first one, which has the connection; calls go on to the other
+    second.wait_for("ffn-0 ended with status -9; FFN servers that go on: 1")
+    client = openai.OpenAI(base_url=f"{second.url}/v1", api_key="none")
+    assert client.completions.create(model=model, prompt="x", max_tokens=3).choices[0].text is not None
+
     first.process.send_signal(signal.SIGINT)
     assert first.wait_gone() == 0
     assert "afd_patch: stopped" in first.text()
