@@ -305,6 +305,7 @@ def test_every_field_of_the_handshake_is_described() -> None:
 
 
 def test_limits() -> None:
+    from afd_patch.connectors import stream
     from afd_patch.connectors.client import HANDSHAKE_TIMEOUT
     from afd_patch.ffn.peer import FRAME_TIMEOUT
     from afd_patch.serve.roles import FFN_MAX_ROWS
@@ -313,4 +314,7 @@ def test_limits() -> None:
     assert limits["text of `HELLO`, `WELCOME`, `REFUSE`, `ERROR"] == f"{wire.MAX_TEXT} bytes"
     assert limits["path of a Unix socket"] == f"{MAX_UNIX_PATH} bytes"
     assert limits["rest of a frame, once it has begun"] == f"{FRAME_TIMEOUT:g} s" == f"{HANDSHAKE_TIMEOUT:g} s"
+    assert limits["one attempt to connect, of several"] == f"{stream._ATTEMPT:g} s"
+    (gone,) = [value for limit, value in limits.items() if limit.startswith("until the kernel gives up")]
+    assert gone == f"{stream._UNANSWERED} s" == f"{stream._IDLE + stream._INTERVAL * stream._PROBES} s"
     assert f"without that flag takes {FFN_MAX_ROWS}" in WIRE.read_text()
