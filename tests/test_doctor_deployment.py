@@ -18,6 +18,7 @@ from afd_patch.doctor import installation, probe
 from afd_patch.doctor.__main__ import main
 from afd_patch.doctor.environment import check_environment
 from afd_patch.doctor.findings import Section
+from afd_patch.doctor.model import check_model, find_model, identity_of
 
 
 def texts(section: Section, level: str) -> list[str]:
@@ -182,6 +183,24 @@ def test_files_that_are_missing_or_cut_off(copy: Path, capsys: pytest.CaptureFix
     assert f"names {first.name}, which is not there" in found
     assert f"{second.name}: cut off" in found
     assert f"{third.name}: no safetensors header" in found
+
+
+def test_a_damaged_file_does_not_keep_servers_from_being_asked(copy: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = next(copy.glob("*.safetensors"))
+    file.write_text("version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 1\n")
+    outcome = Outcome(capsys, str(copy), "--ffn", f"unix:{copy}/s")
+    assert outcome.status == 1
+    assert any(f"{file.name}: no safetensors header" in sentence for sentence in outcome.problems())
+    (sentence,) = outcome.problems("FFN servers")
+    assert "there is no such socket" in sentence
+
+
+def test_files_that_are_damaged_after_they_were_looked_at(copy: Path) -> None:
+    examined = find_model(str(copy), {})
+    check_model(examined, None, {})
+    assert "weights" in identity_of(examined, None, "ffn")
+    next(copy.glob("*.safetensors")).write_text("gone")
+    assert "weights" not in identity_of(examined, None, "ffn")
 
 
 def test_fewer_layers_or_experts_than_config_json_says(copy: Path, capsys: pytest.CaptureFixture[str]) -> None:

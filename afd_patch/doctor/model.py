@@ -118,13 +118,9 @@ def identity_of(model: Model, vllm: str | None, gate: str) -> dict[str, Any]:
     if model.folder is None or model.config is None:
         return {}
     dtype = model.text_config.get("dtype") or model.text_config.get("torch_dtype") or model.config.get("torch_dtype")
-    try:
-        weights = weights_fingerprint(model.folder) if model.commit is None else f"hub:{model.commit}"
-    except (OSError, ValueError, KeyError):
-        weights = None  # damaged files are reported elsewhere
     known = {
         "vllm": vllm,
-        "weights": weights,
+        "weights": _weights(model, model.folder),
         "architecture": model.architecture,
         "boundary": model.boundary.family if model.boundary else None,
         "gate": gate,
@@ -133,6 +129,18 @@ def identity_of(model: Model, vllm: str | None, gate: str) -> dict[str, Any]:
         "layers": model.num_layers or None,
     }
     return {key: value for key, value in known.items() if value is not None}
+
+
+def _weights(model: Model, folder: Path) -> str | None:
+    """What a role announces of its weights; ``None`` where the files are damaged, which is a finding of its own."""
+    if model.commit is not None:
+        return f"hub:{model.commit}"
+    if model.checkpoint is None or model.checkpoint.damage:
+        return None
+    try:
+        return weights_fingerprint(folder)
+    except (OSError, WeightError):  # the files were sound when their headers were read, and are not any more
+        return None
 
 
 def _check_config(model: Model, section: Section) -> None:
