@@ -54,10 +54,11 @@ class Proxy:
             self._armed.append(armed)
         return armed
 
-    def disarm(self) -> None:
-        """Forget what has not happened yet."""
+    def disarm(self) -> list[Disturbance]:
+        """Forget what has met no frame yet, and say what that was."""
         with self._lock:
-            self._armed.clear()
+            forgotten, self._armed = self._armed, []
+        return forgotten
 
     def close(self) -> None:
         with suppress(OSError):
