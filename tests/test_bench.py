@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import random
 import socket
 import subprocess
@@ -21,6 +22,7 @@ from afd_patch.bench.__main__ import main
 from afd_patch.bench.chaos_streams import Record, Stream
 from afd_patch.bench.proxy import Proxy
 from afd_patch.connectors.endpoint import parse_endpoint
+from afd_patch.connectors.wire import HEADER_SIZE
 
 PNG = b"\x89PNG\r\n\x1a\n"
 
@@ -364,6 +366,47 @@ def test_a_proxy_without_a_server_hangs_up(tmp_path: Path) -> None:
         sock.connect(front.address)
         sock.settimeout(5)
         assert sock.recv(1) == b""
+    proxy.close()
+
+
+@pytest.mark.parametrize("speaker", ["client", "server"])
+def test_a_proxy_hangs_up_on_both_sides_of_a_line_that_carries_no_frames(speaker: str, tmp_path: Path) -> None:
+    front, behind = (parse_endpoint(f"unix:{tmp_path}/{name}") for name in ("front", "behind"))
+    reading, writing = os.pipe()
+    with socket.socket(socket.AF_UNIX) as listener, socket.socket(socket.AF_UNIX) as client:
+        listener.bind(behind.address)
+        listener.listen()
+        proxy = Proxy(front, behind, random.Random(0))
+        client.connect(front.address)
+        server, _ = listener.accept()
+        with server:
+            socket.send_fds(client if speaker == "client" else server, [b"x" * HEADER_SIZE], [writing])
+            os.close(writing)
+            for side in (client, server):
+                side.settimeout(5)
+                assert side.recv(1) == b""
+        proxy.close()
+    os.set_blocking(reading, False)
+    assert os.read(reading, 1) == b"", "the descriptor that came with it is closed"
+    os.close(reading)
+
+
+def test_a_proxy_hangs_up_whatever_happens(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    front, behind = (parse_endpoint(f"unix:{tmp_path}/{name}") for name in ("front", "behind"))
+    near, client = socket.socketpair()
+    far, server = socket.socketpair()
+    proxy = Proxy(front, behind, random.Random(0))
+
+    def defect(*_: object) -> bool:
+        raise IndexError("a defect")
+
+    monkeypatch.setattr(proxy, "_forward_frame", defect)
+    with near, client, far, server:
+        with pytest.raises(IndexError):
+            proxy._pump(near, far, "call")
+        for side in (client, server):
+            side.settimeout(5)
+            assert side.recv(1) == b""
     proxy.close()
 
 
