@@ -5,21 +5,15 @@ from __future__ import annotations
 import json
 import math
 import random
-import socket
 import subprocess
 import sys
-import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from afd_patch.bench import chaos, load, models, pages, plots, report, serve
+from afd_patch.bench import load, models, pages, plots, report, serve
 from afd_patch.bench.__main__ import main
-from afd_patch.bench.chaos_streams import Record, Stream
-from afd_patch.bench.proxy import Proxy
-from afd_patch.connectors.endpoint import parse_endpoint
 
 PNG = b"\x89PNG\r\n\x1a\n"
 
@@ -191,77 +185,6 @@ def test_load_summary(tmp_path: Path) -> None:
     assert (entry["resident_to_owned"], entry["resident_bar_met"]) == (1.151, False)
     assert load._summary("ffn", 1000, [one(1100, before=900)])["read_bar_met"] is None
     draw(tmp_path, "load", results=[entry], parameters=1e6)
-
-
-# -- chaos --------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("transport", ["tcp", "unix"])
-def test_chaos_without_vllm(tmp_path: Path, transport: str) -> None:
-    events = "cut,corrupt,truncate,delay,SIGSTOP" if transport == "tcp" else "kill -9,cut"
-    content = bench(tmp_path, "chaos", "--without-vllm", "--seconds", "5", "--transport", transport, "--events", events)
-    assert (content["failed_requests"], content["changed_tokens"], content["stuck_streams"]) == (0, 0, 0)
-    assert content["passed"] is True
-    assert content["requests"] > 2
-    assert all(event.get("applied", True) for event in content["events"])
-    assert content["longest_stall_s"] > content["undisturbed_gap_s"]["p50"]
-
-
-def stream_of(source: Any) -> Stream:
-    stream = Stream(source, [[1, 2, 3]], 0, time.monotonic())
-    stream.start()
-    deadline = time.monotonic() + 5
-    while stream.record.requests < 2 and time.monotonic() < deadline:
-        time.sleep(0.01)
-    stream.stop()
-    stream.join(5)
-    return stream
-
-
-def summary_of(stream: Stream, outages: list[float]) -> dict[str, Any]:
-    calm = Record(0.0, gaps=[(0.0, 0.001)])
-    happened = [{"kind": chaos.KILL, "at": 0.0, "seconds": seconds} for seconds in outages]
-    proxy: Any = type("NoProxy", (), {"connections": 1})
-    return chaos._summary([stream], calm, happened, proxy, timeout=10.0)
-
-
-def test_a_changed_token_is_seen() -> None:
-    def source(prompt: int) -> Iterator[int]:
-        yield from (1, 7, 3)
-
-    results = summary_of(stream_of(source), [1.0])
-    assert results["changed_tokens"] == results["requests"]
-    assert results["passed"] is False
-
-
-def test_missing_tokens_are_changed_ones() -> None:
-    def source(prompt: int) -> Iterator[int]:
-        yield 1
-
-    results = summary_of(stream_of(source), [])
-    assert results["changed_tokens"] == 2 * results["requests"]
-
-
-def test_a_failed_request_is_forgiven_only_if_the_server_stayed_away() -> None:
-    def source(prompt: int) -> Iterator[int]:
-        yield 1
-        raise ConnectionError("gone")
-
-    stream = stream_of(source)
-    assert summary_of(stream, [1.0])["failed_requests"] == stream.record.requests
-    assert summary_of(stream, [1.0])["passed"] is False
-    assert summary_of(stream, [11.0])["passed"] is True
-    assert "gone" in stream.record.failures[0][1]
-
-
-def test_a_proxy_without_a_server_hangs_up(tmp_path: Path) -> None:
-    front, behind = (parse_endpoint(f"unix:{tmp_path}/{name}") for name in ("front", "behind"))
-    proxy = Proxy(front, behind, random.Random(0))
-    with socket.socket(socket.AF_UNIX) as sock:
-        sock.connect(front.address)
-        sock.settimeout(5)
-        assert sock.recv(1) == b""
-    proxy.close()
 
 
 def draw(folder: Path, benchmark: str, **content: Any) -> None:

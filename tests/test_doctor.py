@@ -244,11 +244,39 @@ def test_a_wheel_and_the_package_folder_itself(tmp_path: Path) -> None:
     assert SourceTree.open(INSTALLED / "vllm").version() == installed().version()  # type: ignore[union-attr]
 
 
+def damaged_wheel(folder: Path, file: str) -> Path:
+    """A wheel of vLLM in which a byte of ``file`` is another than its checksum says."""
+    wheel = folder / "vllm-9.9.whl"
+    with zipfile.ZipFile(wheel, "w") as archive:
+        for name in {CONTEXT, "vllm/_version.py", file}:
+            archive.writestr(name, f"# {name}\n__version__ = '9.9'\n")
+    wheel.write_bytes(wheel.read_bytes().replace(f"# {file}".encode(), f"# {file[:-1]}_".encode()))
+    return wheel
+
+
+def test_a_damaged_wheel_is_wrong_usage(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--vllm-tree", str(damaged_wheel(tmp_path, "vllm/_version.py"))]) == 2
+    error = capsys.readouterr().err
+    assert "vllm-9.9.whl is a damaged wheel (Bad CRC-32 for file 'vllm/_version.py'); fetch it again" in error
+
+
+def test_a_wheel_with_a_damaged_module_is_reported_as_far_as_it_goes(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["--vllm-tree", str(damaged_wheel(tmp_path, CONTEXT))]) == 1
+    output = capsys.readouterr().out
+    assert "problem  Patch points: cannot be looked at: " in output
+    assert "please report" not in output
+    assert "Boundary tables\n" in output
+
+
 @pytest.mark.parametrize(
     "arguments",
     [
         ["--vllm-tree", "/nonexistent"],
         ["no/such/model/folder", "--limit", "0"],
+        ["~nobody-of-this-name/model", "--limit", "0"],
+        ["/" + "x" * 5000, "--limit", "0"],
         ["--explain"],
         ["--ffn", "http://localhost:1", "--limit", "0"],
         ["--limit", "-1"],

@@ -14,10 +14,12 @@ from typing import Any
 import pytest
 
 from afd_patch import tiny
-from afd_patch.doctor import installation, probe
+from afd_patch.doctor import installation, model, probe
 from afd_patch.doctor.__main__ import main
+from afd_patch.doctor.checkpoint import INDEX, read_checkpoint
 from afd_patch.doctor.environment import check_environment
 from afd_patch.doctor.findings import Section
+from afd_patch.doctor.model import check_model, find_model, identity_of
 
 
 def texts(section: Section, level: str) -> list[str]:
@@ -182,6 +184,98 @@ def test_files_that_are_missing_or_cut_off(copy: Path, capsys: pytest.CaptureFix
     assert f"names {first.name}, which is not there" in found
     assert f"{second.name}: cut off" in found
     assert f"{third.name}: no safetensors header" in found
+
+
+def test_a_damaged_file_does_not_keep_servers_from_being_asked(copy: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = next(copy.glob("*.safetensors"))
+    file.write_text("version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 1\n")
+    outcome = Outcome(capsys, str(copy), "--ffn", f"unix:{copy}/s")
+    assert outcome.status == 1
+    assert any(f"{file.name}: no safetensors header" in sentence for sentence in outcome.problems())
+    (sentence,) = outcome.problems("FFN servers")
+    assert "there is no such socket" in sentence
+
+
+def test_files_that_are_damaged_after_they_were_looked_at(copy: Path) -> None:
+    examined = find_model(str(copy), {})
+    check_model(examined, None, {})
+    assert "weights" in identity_of(examined, None, "ffn")
+    next(copy.glob("*.safetensors")).write_text("gone")
+    assert "weights" not in identity_of(examined, None, "ffn")
+
+
+SOUND_ENTRY = {"dtype": "F32", "shape": [1], "data_offsets": [0, 4]}
+
+
+def write_header(file: Path, header: str) -> None:
+    file.write_bytes(len(header).to_bytes(8, "little") + header.encode() + bytes(64))
+
+
+@pytest.mark.parametrize(
+    "header",
+    [
+        *(json.dumps({"a.weight": {**SOUND_ENTRY, "data_offsets": span}}) for span in ([], [4], [4, 0], ["0", "4"], 4)),
+        *(json.dumps({"a.weight": {k: v for k, v in SOUND_ENTRY.items() if k != key}}) for key in SOUND_ENTRY),
+        json.dumps({"a.weight": []}),
+        json.dumps([]),
+        "[" * 100_000,
+    ],
+    ids=lambda header: header[:70],
+)
+def test_headers_that_say_nothing_a_loader_could_use(header: str, tmp_path: Path) -> None:
+    write_header(tmp_path / "model.safetensors", header)
+    (sentence,) = read_checkpoint(tmp_path).damage
+    assert sentence == "model.safetensors: its safetensors header is damaged; fetch it again"
+
+
+def test_a_sound_header_is_no_damage(tmp_path: Path) -> None:
+    write_header(tmp_path / "model.safetensors", json.dumps({"a.weight": SOUND_ENTRY, "__metadata__": {}}))
+    found = read_checkpoint(tmp_path)
+    assert found.damage == []
+    assert found.tensors == {"a.weight": 4}
+
+
+@pytest.mark.parametrize("content", ['{"weight_map": 1}', '{"weight_map": {"a.weight": []}}', "[" * 100_000])
+def test_a_damaged_index(content: str, tmp_path: Path) -> None:
+    write_header(tmp_path / "model.safetensors", json.dumps({"a.weight": SOUND_ENTRY}))
+    (tmp_path / INDEX).write_text(content)
+    assert read_checkpoint(tmp_path).damage
+
+
+@pytest.mark.parametrize(
+    ("file", "level", "sentence"),
+    [
+        ("model.gguf", "problem", "no weights but model.gguf, which no --load-format of a role reads (auto, hf, "),
+        ("consolidated.00.pth", "problem", "no weights but consolidated.00.pth, which no --load-format of a role"),
+        ("training_args.bin", "problem", "no weight files in the folder; fetch them"),
+        ("pytorch_model.bin", "note", "no safetensors files, but pytorch_model.bin: names cannot be checked here"),
+    ],
+)
+def test_weights_in_other_formats(checkpoint: Path, tmp_path: Path, file: str, level: str, sentence: str) -> None:
+    shutil.copy(checkpoint / "config.json", tmp_path)
+    (tmp_path / file).write_bytes(bytes(8))
+    section = check_model(find_model(str(tmp_path), {}), None, {})
+    (found,) = texts(section, level)
+    assert sentence in found
+
+
+def test_files_without_a_tensor(checkpoint: Path, tmp_path: Path) -> None:
+    shutil.copy(checkpoint / "config.json", tmp_path)
+    write_header(tmp_path / "model.safetensors", "{}")
+    (found,) = texts(check_model(find_model(str(tmp_path), {}), None, {}), "problem")
+    assert "have no tensors" in found
+
+
+def test_a_defect_in_one_section_leaves_the_others(
+    checkpoint: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def defect(*_: object) -> None:
+        raise IndexError("a defect")
+
+    monkeypatch.setattr(model, "read_checkpoint", defect)
+    outcome = Outcome(capsys, str(checkpoint))
+    assert outcome.problems() == ["Model: cannot be looked at: IndexError: a defect; please report this"]
+    assert {"Patch points", "Boundary tables"} <= {f["section"] for f in outcome.report["findings"]}
 
 
 def test_fewer_layers_or_experts_than_config_json_says(copy: Path, capsys: pytest.CaptureFixture[str]) -> None:

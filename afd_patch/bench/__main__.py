@@ -23,7 +23,7 @@ SUBCOMMANDS = {
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Exit status: 0 measured, 1 ``chaos`` found a failed request or a changed token, 2 it could not run."""
+    """Exit status: 0 measured, 1 ``chaos`` did not pass, 2 it could not run."""
     given = list(sys.argv[1:] if arguments is None else arguments)
     parser = argparse.ArgumentParser(prog="python -m afd_patch.bench", description=__doc__, allow_abbrev=False)
     choices = parser.add_subparsers(metavar="SUB", required=True, dest="sub")

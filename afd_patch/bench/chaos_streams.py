@@ -25,22 +25,36 @@ class Record:
     tokens: int = 0
     changed_tokens: int = 0
     failures: list[tuple[float, str]] = field(default_factory=list)
-    #: When each token came, and how long after the token (or the start of the request) before it.
+    #: When each wait was over, and how long it was: for a token, for the end of a request, or for its failure.
     gaps: list[tuple[float, float]] = field(default_factory=list)
-    #: The request that is running waits since then.
-    waiting_since: float = 0.0
+    #: The request that is running waits since then (``time.monotonic``); ``None`` when none is running.
+    waiting_since: float | None = None
+
+    def gaps_so_far(self) -> list[tuple[float, float]]:
+        """``gaps`` and the wait that goes on right now."""
+        gaps, since, now = list(self.gaps), self.waiting_since, time.monotonic()
+        return gaps if since is None else [*gaps, (now - self.began, now - since)]
 
 
-def ask(source: Source, prompt: int, record: Record) -> list[int]:
-    """The tokens of one request; raises what ``source`` raises."""
-    tokens = []
-    record.waiting_since = time.monotonic()
-    for token in source(prompt):
-        now = time.monotonic()
-        record.gaps.append((now - record.began, now - record.waiting_since))
-        record.waiting_since = now
-        tokens.append(token)
-    return tokens
+def ask(source: Source, prompt: int, record: Record) -> Iterator[int]:
+    """The tokens of one request as they come; raises what ``source`` raises."""
+    since = record.waiting_since = time.monotonic()
+    try:
+        for token in source(prompt):
+            since = _end_wait(record, since)
+            record.tokens += 1
+            yield token
+    finally:
+        _end_wait(record, since)
+        record.waiting_since = None
+
+
+def _end_wait(record: Record, since: float) -> float:
+    """A wait that began at ``since`` is over, and the next one begins: when?"""
+    now = time.monotonic()
+    record.gaps.append((now - record.began, now - since))
+    record.waiting_since = now
+    return now
 
 
 class Stream(threading.Thread):
@@ -64,12 +78,15 @@ class Stream(threading.Thread):
             self._next += 1
             record.requests += 1
             try:
-                tokens = ask(self._source, prompt, record)
+                self._compare(prompt)
             except Exception as error:  # whatever ends a request is what is counted here
                 record.failures.append((time.monotonic() - record.began, f"{type(error).__name__}: {error}"[:500]))
                 self._stop_asking.wait(_PAUSE_AFTER_FAILURE)
-                continue
-            expected = self._expected[prompt]
-            record.tokens += len(tokens)
-            record.changed_tokens += abs(len(tokens) - len(expected))
-            record.changed_tokens += sum(a != b for a, b in zip(tokens, expected, strict=False))
+
+    def _compare(self, prompt: int) -> None:
+        """One request: each token as it comes; what is missing counts only where the request did not fail."""
+        expected, came = self._expected[prompt], 0
+        for token in ask(self._source, prompt, self.record):
+            self.record.changed_tokens += came >= len(expected) or token != expected[came]
+            came += 1
+        self.record.changed_tokens += max(0, len(expected) - came)

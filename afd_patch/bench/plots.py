@@ -105,6 +105,8 @@ def _chaos(pyplot: Any, content: dict[str, Any]) -> Any:
     colours = dict(zip(kinds, _COLOURS, strict=False))
     seen: set[str] = set()
     for event in content["events"]:
+        if not event.get("applied", True):
+            continue
         kind = event["kind"]
         label = None if kind in seen else f"{kind} ({content['event_counts'][kind]})"
         seen.add(kind)

@@ -7,16 +7,20 @@ not come this way.
 
 from __future__ import annotations
 
+import logging
 import os
 import random
 import socket
 import threading
 import time
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 
 from afd_patch.connectors.endpoint import Endpoint
-from afd_patch.connectors.wire import HEADER_SIZE, Kind, unpack
+from afd_patch.connectors.wire import HEADER_SIZE, Header, Kind, unpack
+from afd_patch.errors import ProtocolError
+
+logger = logging.getLogger("vllm.afd_patch")
 
 DISTURBANCES = ("cut", "delay", "truncate", "corrupt")
 _CHUNK = 1 << 18
@@ -54,10 +58,11 @@ class Proxy:
             self._armed.append(armed)
         return armed
 
-    def disarm(self) -> None:
-        """Forget what has not happened yet."""
+    def disarm(self) -> list[Disturbance]:
+        """Forget what has met no frame yet, and say what that was."""
         with self._lock:
-            self._armed.clear()
+            forgotten, self._armed = self._armed, []
+        return forgotten
 
     def close(self) -> None:
         with suppress(OSError):
@@ -93,16 +98,19 @@ class Proxy:
                 pass
         except OSError:
             pass
-        for sock in (source, sink):
-            _shut(sock)
-        self._sockets.discard(source)
-        # The socket itself is closed with the last reference: the other direction may still be in it.
+        except ProtocolError as error:
+            logger.warning("the chaos proxy hangs up, because it cannot tell where frames begin: %s", error)
+        finally:
+            for sock in (source, sink):
+                _shut(sock)
+            self._sockets.discard(source)
+            # The socket itself is closed with the last reference: the other direction may still be in it.
 
     def _forward_frame(self, source: socket.socket, sink: socket.socket, direction: str) -> bool:
-        header, fds = _receive_header(source)
-        if header is None:
+        received = _receive_header(source)
+        if received is None:
             return False
-        frame = unpack(header)
+        frame, header, fds = received
         disturbance = self._take(direction) if frame.kind in (Kind.CALL, Kind.REPLY) else None
         length, flipped = frame.payload, -1
         allowed = HEADER_SIZE + length
@@ -139,18 +147,23 @@ class Proxy:
         return None
 
 
-def _receive_header(source: socket.socket) -> tuple[bytearray | None, list[int]]:
+def _receive_header(source: socket.socket) -> tuple[Header, bytearray, list[int]] | None:
+    """The next header, its bytes, and the file descriptors that came with it; ``None`` when the line ended."""
     data, fds = bytearray(), list[int]()
-    while len(data) < HEADER_SIZE:
-        if source.family == socket.AF_UNIX:
-            part, received, _, _ = socket.recv_fds(source, HEADER_SIZE - len(data), 4)
-            fds += received
-        else:
-            part = source.recv(HEADER_SIZE - len(data))
-        if not part:
-            return None, fds
-        data += part
-    return data, fds
+    with ExitStack() as stack:
+        stack.callback(_close, fds)
+        while len(data) < HEADER_SIZE:
+            if source.family == socket.AF_UNIX:
+                part, received, _, _ = socket.recv_fds(source, HEADER_SIZE - len(data), 4)
+                fds += received
+            else:
+                part = source.recv(HEADER_SIZE - len(data))
+            if not part:
+                return None
+            data += part
+        header = unpack(data)
+        stack.pop_all()
+        return header, data, fds
 
 
 def _send(sink: socket.socket, data: bytes | bytearray, fds: list[int]) -> None:
@@ -160,8 +173,12 @@ def _send(sink: socket.socket, data: bytes | bytearray, fds: list[int]) -> None:
             data = data[sent:]
         sink.sendall(data)
     finally:
-        for fd in fds:
-            os.close(fd)
+        _close(fds)
+
+
+def _close(fds: list[int]) -> None:
+    for fd in fds:
+        os.close(fd)
 
 
 def _flip(data: bytearray, place: int) -> None:

@@ -12,17 +12,26 @@ from typing import Any
 INDEX = "model.safetensors.index.json"
 #: Larger headers than this are damage, not size.
 _MAX_HEADER = 100 << 20
+#: Other files with weights: those that vLLM's loader falls back to, and those that it never looks for.
+_LOADED, _NEVER_LOADED = ("*.bin", "*.pt"), ("*.pth", "*.gguf")
+#: What a training leaves beside the weights; the loader passes it over.
+_OF_TRAINING = ("training_args.bin", "optimizer.bin", "optimizer.pt", "scheduler.pt", "scaler.pt")
 
 
 @dataclass
 class Checkpoint:
-    """``tensors`` maps names to bytes; ``damage`` has one sentence for each thing that is wrong with the files."""
+    """``tensors`` maps names to bytes; ``damage`` has one sentence for each thing that is wrong with the files.
+
+    Without safetensors files, ``other_formats`` are files that a role loads instead, ``never_loaded`` those of formats
+    that it does not load.
+    """
 
     tensors: dict[str, int] = field(default_factory=dict)
     files: int = 0
     damage: list[str] = field(default_factory=list)
     remarks: list[str] = field(default_factory=list)
     other_formats: tuple[str, ...] = ()
+    never_loaded: tuple[str, ...] = ()
 
     @property
     def size(self) -> int:
@@ -46,10 +55,15 @@ def read_checkpoint(folder: Path) -> Checkpoint:
         in_file[path.name] = set(tensors)
         found.tensors.update(tensors)
     if not found.files:
-        patterns = ("*.bin", "*.pt", "*.pth", "*.gguf")
-        found.other_formats = tuple(sorted(p.name for pattern in patterns for p in folder.glob(pattern)))
+        found.other_formats = _named(folder, _LOADED)
+        found.never_loaded = _named(folder, _NEVER_LOADED)
     _check_index(folder, found, in_file)
     return found
+
+
+def _named(folder: Path, patterns: tuple[str, ...]) -> tuple[str, ...]:
+    files = sorted(path.name for pattern in patterns for path in folder.glob(pattern))
+    return tuple(name for name in files if not name.endswith(_OF_TRAINING))
 
 
 def _header(path: Path) -> dict[str, int]:
@@ -63,13 +77,22 @@ def _header(path: Path) -> dict[str, int]:
         try:
             header = json.loads(file.read(length))
             header.pop("__metadata__", None)
-            spans = {name: entry["data_offsets"] for name, entry in header.items()}
-            end = max((int(span[1]) for span in spans.values()), default=0)
-        except (ValueError, TypeError, KeyError, AttributeError):
+            spans = {name: _span(entry) for name, entry in header.items()}
+        except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
             raise ValueError("its safetensors header is damaged; fetch it again") from None
+    end = max((end for _, end in spans.values()), default=0)
     if 8 + length + end > size:
         raise ValueError(f"cut off: {size} bytes of {8 + length + end}; fetch it again")
-    return {name: int(span[1]) - int(span[0]) for name, span in spans.items()}
+    return {name: end - begin for name, (begin, end) in spans.items()}
+
+
+def _span(entry: dict[str, Any]) -> tuple[int, int]:
+    """Where the bytes of one tensor begin and end; an entry that says less than a loader needs is damaged."""
+    begin, end = entry["data_offsets"]
+    sizes = [begin, end, *entry["shape"]]
+    if not isinstance(entry["dtype"], str) or not all(type(n) is int and n >= 0 for n in sizes) or begin > end:
+        raise ValueError(f"not a tensor: {entry}")
+    return begin, end
 
 
 def _check_index(folder: Path, found: Checkpoint, in_file: dict[str, set[str]]) -> None:
@@ -79,11 +102,14 @@ def _check_index(folder: Path, found: Checkpoint, in_file: dict[str, set[str]]) 
             found.remarks.append(f"{found.files} files without {INDEX}; vLLM reads them all")
         return
     try:
-        weight_map: dict[str, str] = json.loads(path.read_text())["weight_map"]
-        named = {str(file) for file in weight_map.values()}
-    except (ValueError, KeyError, TypeError, AttributeError):
+        weight_map = {name: str(file) for name, file in json.loads(path.read_text())["weight_map"].items()}
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
         found.damage.append(f"{INDEX} is damaged; fetch it again")
         return
+    except OSError as error:
+        found.damage.append(f"{INDEX} cannot be read ({error.strerror or error})")
+        return
+    named = set(weight_map.values())
     present = {p.name for p in folder.glob("*.safetensors")}
     absent = sorted(named - present)
     if absent:

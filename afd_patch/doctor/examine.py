@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,7 @@ from afd_patch.doctor.installation import check_installation
 from afd_patch.doctor.model import Model, check_model, find_model, identity_of
 from afd_patch.doctor.names import Names
 from afd_patch.doctor.source import SourceTree, installed
-from afd_patch.errors import ConfigError
+from afd_patch.errors import AFDError, ConfigError
 
 #: Modules with patch points that no family owns.
 _GENERAL = [
@@ -54,7 +55,9 @@ def examine(request: Request) -> Report:
     asked = _endpoints(request)
     model = find_model(request.model, known) if request.model is not None else None
     gate = request.environ.get("AFD_GATE") or GATES[0]
-    model_section = check_model(model, names, known, gate) if model is not None else None
+    model_section = None
+    if model is not None:
+        model_section = _guarded("Model", partial(check_model, model, names, known, gate))
     probe = _start_probe(request, model) if tree is not None and not other and request.limit else None
     try:
         add = report.sections.append
@@ -76,9 +79,10 @@ def examine(request: Request) -> Report:
             live.describe_configuration(said, model_section)
         add(model_section)
     if answers:
-        read = _identity(request, model, report, gate)
         whole = said.get("configuration", {}).get("identity")
-        add(_guarded("FFN servers", lambda: endpoints.describe(answers, read, whole)))
+        add(
+            _guarded("FFN servers", lambda: endpoints.describe(answers, _identity(request, model, report, gate), whole))
+        )
     if request.explain and model is not None and names is not None:
         report.explanation = explain(names, model, known)
     return report
@@ -137,6 +141,9 @@ def _guarded(title: str, look: Callable[[], Section]) -> Section:
     except ImportError as error:
         section = Section(title)
         section.problem(title, f"cannot be looked at: {error}", "install afd_patch and vLLM with their requirements")
+    except AFDError as error:
+        section = Section(title)
+        section.problem(title, f"cannot be looked at: {error}")  # it says the way out itself
     except Exception as error:  # a defect here must not hide what the others found
         section = Section(title)
         section.problem(title, f"cannot be looked at: {type(error).__name__}: {error}", "please report this")

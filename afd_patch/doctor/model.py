@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 from collections import Counter
 from dataclasses import dataclass
@@ -50,18 +51,20 @@ def find_model(text: str, known: dict[str, tuple[str, str]]) -> Model:
 
     Raises ``ConfigError`` when it is none of them.
     """
-    folder, commit = Path(text).expanduser(), None
-    if not folder.is_dir():
+    folder, commit = Path(os.path.expanduser(text)), None  # unlike Path.expanduser, it leaves unknown users alone
+    if not os.path.isdir(folder):
         if text in known or text in boundaries.architectures():
             return Model(text)
         folder, commit = _from_hub_cache(text)
     path = folder / "config.json"
-    if not path.is_file():
+    if not os.path.isfile(path):
         raise ConfigError(f"{text} is no model folder: it has no config.json; give the folder with config.json")
     try:
         config = json.loads(path.read_text())
         architecture = config["architectures"][0]
-    except (ValueError, TypeError, KeyError, IndexError) as error:
+    except OSError as error:
+        raise ConfigError(f"{path} cannot be read ({error.strerror or error}); make it readable") from None
+    except (ValueError, TypeError, KeyError, IndexError, RecursionError) as error:
         raise ConfigError(f"{path} names no architecture ({type(error).__name__}: {error}); fetch it again") from None
     return Model(str(architecture), folder, config, commit)
 
@@ -118,13 +121,9 @@ def identity_of(model: Model, vllm: str | None, gate: str) -> dict[str, Any]:
     if model.folder is None or model.config is None:
         return {}
     dtype = model.text_config.get("dtype") or model.text_config.get("torch_dtype") or model.config.get("torch_dtype")
-    try:
-        weights = weights_fingerprint(model.folder) if model.commit is None else f"hub:{model.commit}"
-    except (OSError, ValueError, KeyError):
-        weights = None  # damaged files are reported elsewhere
     known = {
         "vllm": vllm,
-        "weights": weights,
+        "weights": _weights(model, model.folder),
         "architecture": model.architecture,
         "boundary": model.boundary.family if model.boundary else None,
         "gate": gate,
@@ -133,6 +132,18 @@ def identity_of(model: Model, vllm: str | None, gate: str) -> dict[str, Any]:
         "layers": model.num_layers or None,
     }
     return {key: value for key, value in known.items() if value is not None}
+
+
+def _weights(model: Model, folder: Path) -> str | None:
+    """What a role announces of its weights; ``None`` where the files are damaged, which is a finding of its own."""
+    if model.commit is not None:
+        return f"hub:{model.commit}"
+    if model.checkpoint is None or model.checkpoint.damage:
+        return None
+    try:
+        return weights_fingerprint(folder)
+    except (OSError, WeightError):  # the files were sound when their headers were read, and are not any more
+        return None
 
 
 def _check_config(model: Model, section: Section) -> None:
@@ -161,8 +172,19 @@ def _check_files(checkpoint: Checkpoint, section: Section) -> None:
             f"no safetensors files, but {some(list(checkpoint.other_formats))}: names cannot be checked here, and each "
             "role reads the bytes of both",
         )
+    elif checkpoint.never_loaded:
+        from afd_patch.patches.engine_config import LOAD_FORMATS
+
+        section.problem(
+            "weights",
+            f"no weights but {some(list(checkpoint.never_loaded))}, which no --load-format of a role reads "
+            f"({', '.join(LOAD_FORMATS)})",
+            "fetch the model as safetensors, or convert it",
+        )
     elif not checkpoint.files:
         section.problem("weights", "no weight files in the folder", "fetch them, or use --load-format dummy")
+    elif not checkpoint.tensors and not checkpoint.damage:
+        section.problem("weights", "the safetensors files have no tensors", "fetch them again")
 
 
 def _check_tensors(

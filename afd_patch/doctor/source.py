@@ -6,7 +6,9 @@ import ast
 import re
 import sys
 import zipfile
+import zlib
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 from afd_patch.errors import ConfigError
@@ -69,14 +71,20 @@ class SourceTree:
 
     @classmethod
     def _of_zip(cls, path: Path) -> SourceTree:
-        archive = zipfile.ZipFile(path)
+        with _damage(path):
+            archive = zipfile.ZipFile(path)
         members = archive.namelist()
         present = set(members)
+
+        def read(name: str) -> bytes | None:
+            with _damage(path):
+                return archive.read(name) if name in present else None
+
         if f"{_PACKAGE}/{_LANDMARK}" not in present:
             raise ConfigError(f"{path} is no wheel of vLLM: there is no {_PACKAGE}/{_LANDMARK} in it")
         return cls(
             str(path),
-            lambda name: archive.read(name) if name in present else None,
+            read,
             lambda: (n for n in members if n.startswith(f"{_PACKAGE}/") and n.endswith(".py")),
             lambda: sorted({n.partition("/")[0] for n in members}),
         )
@@ -150,6 +158,15 @@ def installed() -> SourceTree | None:
                 if (Path(folder) / _LANDMARK).is_file():
                     return SourceTree.open(Path(folder).parent if Path(folder).name == _PACKAGE else Path(folder))
     return None
+
+
+@contextmanager
+def _damage(wheel: Path) -> Iterator[None]:
+    """Raises ``ConfigError`` where ``wheel`` cannot be unpacked."""
+    try:
+        yield
+    except (OSError, EOFError, ValueError, RuntimeError, zipfile.BadZipFile, zlib.error) as error:
+        raise ConfigError(f"{wheel} is a damaged wheel ({error}); fetch it again") from None
 
 
 def _bytes(path: Path) -> bytes | None:
