@@ -25,12 +25,11 @@ _IN_LAYER = re.compile(r"(?:^|\.)layers\.(\d+)\.(?:.*?\bexperts\.(\d+)\.)?")
 
 @dataclass
 class Model:
-    """``folder`` and ``config`` are empty when only an architecture was named; ``commit`` is that of the hub."""
+    """``folder`` and ``config`` are empty when only an architecture was named."""
 
     architecture: str
     folder: Path | None = None
     config: dict[str, Any] | None = None
-    commit: str | None = None
     boundary: Boundary | None = None
     checkpoint: Checkpoint | None = None
 
@@ -51,11 +50,11 @@ def find_model(text: str, known: dict[str, tuple[str, str]]) -> Model:
 
     Raises ``ConfigError`` when it is none of them.
     """
-    folder, commit = Path(os.path.expanduser(text)), None  # unlike Path.expanduser, it leaves unknown users alone
+    folder = Path(os.path.expanduser(text))  # unlike Path.expanduser, it leaves unknown users alone
     if not os.path.isdir(folder):
         if text in known or text in boundaries.architectures():
             return Model(text)
-        folder, commit = _from_hub_cache(text)
+        folder = _from_hub_cache(text)
     path = folder / "config.json"
     if not os.path.isfile(path):
         raise ConfigError(f"{text} is no model folder: it has no config.json; give the folder with config.json")
@@ -66,10 +65,10 @@ def find_model(text: str, known: dict[str, tuple[str, str]]) -> Model:
         raise ConfigError(f"{path} cannot be read ({error.strerror or error}); make it readable") from None
     except (ValueError, TypeError, KeyError, IndexError, RecursionError) as error:
         raise ConfigError(f"{path} names no architecture ({type(error).__name__}: {error}); fetch it again") from None
-    return Model(str(architecture), folder, config, commit)
+    return Model(str(architecture), folder, config)
 
 
-def _from_hub_cache(text: str) -> tuple[Path, str]:
+def _from_hub_cache(text: str) -> Path:
     missing = ConfigError(
         f"{text} is no folder, no architecture, and not in the Hugging Face cache of this machine; give a folder, or "
         f"fetch it first (hf download {text})"
@@ -84,7 +83,7 @@ def _from_hub_cache(text: str) -> tuple[Path, str]:
         raise missing from None
     if not isinstance(path, str):
         raise missing
-    return Path(path).parent, Path(path).parent.name
+    return Path(path).parent
 
 
 def check_model(model: Model, names: Names | None, known: dict[str, tuple[str, str]], gate: str = GATES[0]) -> Section:
@@ -136,8 +135,6 @@ def identity_of(model: Model, vllm: str | None, gate: str) -> dict[str, Any]:
 
 def _weights(model: Model, folder: Path) -> str | None:
     """What a role announces of its weights; ``None`` where the files are damaged, which is a finding of its own."""
-    if model.commit is not None:
-        return f"hub:{model.commit}"
     if model.checkpoint is None or model.checkpoint.damage:
         return None
     try:
