@@ -11,6 +11,7 @@ from __future__ import annotations
 import itertools
 import logging
 import os
+import re
 import select
 import time
 from collections.abc import Callable
@@ -37,7 +38,8 @@ Compute = Callable[[int, torch.Tensor], torch.Tensor]
 _DRAIN_IDLE = 0.5
 #: Seconds between two looks at the clocks of the peers, and the same while draining.
 _TICK, _DRAIN_TICK = 0.5, 0.1
-_HTTP_METHODS = (b"GET ", b"POST", b"HEAD", b"PUT ", b"OPTI", b"DELE", b"PATC")
+#: How an HTTP request of any method begins, and the preface of HTTP/2.
+_HTTP_START = re.compile(rb"[A-Z-]+ ")
 _HTTP_TEXT = (
     f"This port carries AFD activations (protocol {wire.PROTOCOL_VERSION}) between vLLM processes. "
     "The OpenAI API is served by the attention role, on its own port.\n"
@@ -210,7 +212,7 @@ class FFNServer:
         """Drop ``peer``, and tell it why if it may not know yet what it speaks to."""
         reason = str(error)
         if not peer.welcome and not isinstance(error, wire.DamagedError):
-            if peer.first_bytes.startswith(_HTTP_METHODS):
+            if _HTTP_START.match(peer.first_bytes):
                 reason = "an HTTP client called the data port"
                 peer.send_last(_HTTP_ANSWER)
             elif peer.first_bytes.startswith(wire.MAGIC):
