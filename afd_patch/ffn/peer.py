@@ -39,6 +39,8 @@ class Peer:
         self.shared = False
         self.max_rows = 0
         self.calls = 0
+        #: When its last call was answered.
+        self.last_call = float("-inf")
         self.requests = torch.empty(0)
         self.replies = torch.empty(0)
         self.deadline: float | None = time.monotonic() + FRAME_TIMEOUT

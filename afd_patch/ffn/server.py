@@ -34,8 +34,9 @@ logger = logging.getLogger("vllm.afd_patch")
 #: thread that runs ``serve``.
 Compute = Callable[[int, torch.Tensor], torch.Tensor]
 
-#: Seconds without a call after which a draining server stops.
-_DRAIN_IDLE = 0.5
+#: Seconds since a peer's last call until a draining server takes it for idle. Between two calls of a forward the peer
+#: computes the attention of one layer, and between two forwards it samples and schedules.
+DRAIN_IDLE = 5.0
 #: Seconds between two looks at the clocks of the peers, and the same while draining.
 _TICK, _DRAIN_TICK = 0.5, 0.1
 #: How an HTTP request of any method begins, and the preface of HTTP/2.
@@ -95,7 +96,7 @@ class FFNServer:
     def drain(self, timeout: float) -> None:
         """Take no new peers, serve the present ones until they are idle or ``timeout`` seconds passed, then return.
 
-        Safe from signal handlers.
+        A peer is idle ``DRAIN_IDLE`` seconds after its last call. Safe from signal handlers.
         """
         self._drain_until = time.monotonic() + timeout
         self._wake()
@@ -120,10 +121,9 @@ class FFNServer:
 
     def _loop(self) -> None:
         spin_until = 0.0
-        last_call = next_check = time.monotonic()
+        next_check = time.monotonic()
         listening = self._listener.socket.fileno()
         while not self._stop:
-            before = self.calls
             tick = _TICK if self._drain_until is None else _DRAIN_TICK
             spinning = spin_until and time.monotonic() < spin_until
             events = self._epoll.poll(0 if spinning else tick)
@@ -135,21 +135,22 @@ class FFNServer:
                 elif fd == self._wake_read:
                     os.read(self._wake_read, 64)
             now = time.monotonic()
-            if self.calls != before:
-                last_call = now
             if events and self._spin:  # the rest of a frame, or the next call, is probably on its way
                 spin_until = now + self._spin
             if now >= next_check:
                 next_check = now + tick
                 self._check_clocks(now)
-            if self._drain_until is not None and (
-                now >= self._drain_until or (now - last_call > _DRAIN_IDLE and not self._busy())
-            ):
+            if self._drain_until is not None and (now >= self._drain_until or not (events or self._busy(now))):
                 break
         self._stop = False
 
-    def _busy(self) -> bool:
-        return any(peer.blocked or peer.mid_frame for peer in self._peers.values() if peer.welcome)
+    def _busy(self, now: float) -> bool:
+        """Whether a peer is in the middle of a frame or, as far as one can see, of a forward."""
+        return any(
+            peer.blocked or peer.mid_frame or now - peer.last_call < DRAIN_IDLE
+            for peer in self._peers.values()
+            if peer.welcome
+        )
 
     def _accept(self) -> None:
         try:
@@ -279,6 +280,10 @@ class FFNServer:
         peer.end_frame()
         self.calls += 1
         peer.calls += 1
+        self._answer(peer, header, rows, compute)
+        peer.last_call = time.monotonic()
+
+    def _answer(self, peer: Peer, header: Header, rows: torch.Tensor, compute: Compute) -> None:
         try:
             result = compute(header.layer, rows)
             if result.shape != (header.rows, self.identity.reply_columns) or result.dtype != self._dtype:
