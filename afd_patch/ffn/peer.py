@@ -27,14 +27,16 @@ class PeerLeft(Exception):
 
 
 class Peer:
-    """``welcome`` tells whether the handshake was right; ``requests`` and ``replies`` exist from then on.
+    """``name`` is its session and, if it has one, its address, as the log tells it.
 
+    ``welcome`` tells whether the handshake was right; ``requests`` and ``replies`` exist from then on;
     ``shared`` tells whether these are memory of both processes, or ours.
     """
 
-    def __init__(self, sock: socket.socket, session: int) -> None:
+    def __init__(self, sock: socket.socket, session: int, address: str) -> None:
         self.socket = sock
         self.session = session
+        self.name = f"peer {session} at {address}" if address else f"peer {session}"
         self.welcome = False
         self.shared = False
         self.max_rows = 0

@@ -23,7 +23,7 @@ from afd_patch.connectors import wire
 from afd_patch.connectors.client import WIRE_DTYPES
 from afd_patch.connectors.log_limit import LogLimit
 from afd_patch.connectors.wire import FLAG_SHARED_MEMORY, Header, Kind
-from afd_patch.errors import ConnectorError, HandshakeError, ProtocolError, RankLost
+from afd_patch.errors import AFDError, ConnectorError, HandshakeError, ProtocolError, RankLost
 from afd_patch.ffn.listener import Listener
 from afd_patch.ffn.peer import Peer, PeerLeft, error_frame
 from afd_patch.identity import Identity
@@ -39,6 +39,9 @@ Compute = Callable[[int, torch.Tensor], torch.Tensor]
 DRAIN_IDLE = 5.0
 #: Seconds between two looks at the clocks of the peers, and the same while draining.
 _TICK, _DRAIN_TICK = 0.5, 0.1
+#: Within so many seconds, so many peers that are dropped for the same reason have a log line each, and the same failure
+#: of a call has one; then follows the number of the others.
+_LOG_SECONDS, _DROP_LINES = 5.0, 10
 #: How an HTTP request of any method begins, and the preface of HTTP/2.
 _HTTP_START = re.compile(rb"[A-Z-]+ ")
 _HTTP_TEXT = (
@@ -66,7 +69,7 @@ class FFNServer:
         self._stop = False
         self._closed = False
         self._accept_again = 0.0
-        self._log_limit = LogLimit(5.0)
+        self._log_limit = LogLimit(_LOG_SECONDS)
         self._drain_until: float | None = None
         self._wake_read, self._wake_write = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
         self._epoll = select.epoll()
@@ -154,7 +157,7 @@ class FFNServer:
 
     def _accept(self) -> None:
         try:
-            sock, _ = self._listener.socket.accept()
+            sock, address = self._listener.accept()
         except (BlockingIOError, ConnectionError):
             return
         except OSError as error:
@@ -167,7 +170,7 @@ class FFNServer:
         try:
             if self._drain_until is not None:
                 raise ConnectionError("draining")
-            peer = Peer(sock, next(self._sessions))
+            peer = Peer(sock, next(self._sessions), address)
             self._epoll.register(sock, select.EPOLLIN)
         except OSError:
             sock.close()
@@ -175,6 +178,8 @@ class FFNServer:
         self._peers[sock.fileno()] = peer
 
     def _check_clocks(self, now: float) -> None:
+        for count, cause in self._log_limit.omitted():
+            logger.info("AFD ffn: %d more within %g s, the last: %s", count, _LOG_SECONDS, cause)
         if self._accept_again and now >= self._accept_again:
             self._accept_again = 0.0
             self._epoll.modify(self._listener.socket, select.EPOLLIN)
@@ -206,7 +211,8 @@ class FFNServer:
             else:
                 self._drop(peer, f"connection lost ({error})")
         except Exception as error:  # a defect here must not end the connections of the others
-            logger.exception("AFD ffn: a defect of the server in the connection of peer %d", peer.session)
+            if self._log_limit.due(f"defect: {error!r}"):
+                logger.exception("AFD ffn: a defect of the server in the connection of %s", peer.name)
             self._drop(peer, f"{type(error).__name__}, a defect of the server")
 
     def _refuse(self, peer: Peer, error: ProtocolError) -> None:
@@ -228,8 +234,8 @@ class FFNServer:
 
     def _drop(self, peer: Peer, reason: str | None) -> None:
         del self._peers[peer.socket.fileno()]
-        if reason is not None:
-            logger.info("AFD ffn: peer %d at %s dropped: %s", peer.session, self._listener.endpoint, reason)
+        if reason is not None and self._log_limit.due(f"dropped: {reason}", _DROP_LINES):
+            logger.info("AFD ffn: %s dropped: %s", peer.name, reason)
         self._epoll.unregister(peer.socket)
         peer.close()
 
@@ -294,7 +300,7 @@ class FFNServer:
             self.stop_loop()  # no answer: the peer sees this server end, and repeats the call elsewhere
             return
         except Exception as error:  # whatever the native FFN raises is the caller's answer, not the server's end
-            logger.exception("AFD ffn: layer %d failed on %d rows", header.layer, header.rows)
+            self._log_failure(peer, header, error)
             peer.send(error_frame(header, f"{type(error).__name__}: {error}"))
             return
         if peer.shared:
@@ -308,6 +314,15 @@ class FFNServer:
             wire.payload_check(payload) if payload else 0,
         )  # fmt: skip
         peer.send(reply.pack(), payload)
+
+    def _log_failure(self, peer: Peer, header: Header, error: Exception) -> None:
+        """An error of ours says what was wrong with the call; any other one has its stack trace."""
+        if not self._log_limit.due(f"failed: {error!r}"):
+            return
+        if isinstance(error, AFDError):
+            logger.warning("AFD ffn: layer %d failed on %d rows of %s: %s", header.layer, header.rows, peer.name, error)
+        else:
+            logger.exception("AFD ffn: layer %d failed on %d rows of %s", header.layer, header.rows, peer.name)
 
     def _check_call(self, peer: Peer, header: Header) -> None:
         identity = self.identity
