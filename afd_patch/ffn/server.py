@@ -25,7 +25,7 @@ from afd_patch.connectors.log_limit import LogLimit
 from afd_patch.connectors.wire import FLAG_SHARED_MEMORY, Header, Kind
 from afd_patch.errors import AFDError, ConnectorError, HandshakeError, ProtocolError, RankLost
 from afd_patch.ffn.listener import Listener
-from afd_patch.ffn.peer import Peer, PeerLeft, error_frame
+from afd_patch.ffn.peer import NoDescriptor, Peer, PeerLeft, error_frame
 from afd_patch.identity import Identity
 
 logger = logging.getLogger("vllm.afd_patch")
@@ -204,6 +204,8 @@ class FFNServer:
             self._left(peer)
         except ProtocolError as error:
             self._refuse(peer, error)
+        except NoDescriptor as error:
+            self._drop(peer, str(error))
         except OSError as error:
             # Whoever only wanted to know that we are here does not wait for READY.
             if peer.welcome and not peer.calls and not peer.mid_frame and isinstance(error, ConnectionError):
