@@ -8,7 +8,6 @@ refused before anything expensive is imported.
 from __future__ import annotations
 
 import difflib
-import math
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -22,6 +21,9 @@ GATES = ("ffn", "attention")
 
 #: The name of our entry point in the group ``vllm.general_plugins``, which ``VLLM_PLUGINS`` must let through.
 PLUGIN_NAME = "afd_patch"
+
+#: The longest timeout, a week: no clock takes an infinite one.
+MAX_SECONDS = 7 * 24 * 3600
 
 #: Variables that are read, with what they mean; the documentation and the error for unknown names use this table.
 VARIABLES: Mapping[str, str] = {
@@ -75,8 +77,8 @@ class AFDConfig:
         if len(set(self.ffn)) != len(self.ffn):
             raise ConfigError(f"AFD_FFN names an endpoint twice: {','.join(map(str, self.ffn))}; name each server once")
         for name, seconds in (("AFD_CONNECT_TIMEOUT", self.connect_timeout), ("AFD_CALL_TIMEOUT", self.call_timeout)):
-            if not (math.isfinite(seconds) and seconds > 0):
-                raise ConfigError(f"{name}={seconds} must be a positive number of seconds")
+            if not 0 < seconds <= MAX_SECONDS:  # NaN is not
+                raise ConfigError(f"{name}={seconds} must be a positive number of seconds, {MAX_SECONDS} at most")
         if not 0 <= self.spin_us <= 10_000:
             raise ConfigError(f"AFD_SPIN_US={self.spin_us} must be between 0 and 10000 microseconds")
 
@@ -94,7 +96,7 @@ class AFDConfig:
             gate=environ.get("AFD_GATE") or "ffn",
             connect_timeout=_number(environ, "AFD_CONNECT_TIMEOUT", 60.0),
             call_timeout=_number(environ, "AFD_CALL_TIMEOUT", 30.0),
-            spin_us=int(_number(environ, "AFD_SPIN_US", 100)),
+            spin_us=_whole_number(environ, "AFD_SPIN_US", 100),
         )
 
     @classmethod
@@ -151,3 +153,10 @@ def _number(environ: Mapping[str, str], name: str, default: float) -> float:
         return float(text)
     except ValueError:
         raise ConfigError(f"{name}={text!r} is not a number") from None
+
+
+def _whole_number(environ: Mapping[str, str], name: str, default: int) -> int:
+    number = _number(environ, name, float(default))
+    if not number.is_integer():  # infinity and NaN are none
+        raise ConfigError(f"{name}={environ[name]!r} is not a whole number")
+    return int(number)

@@ -68,12 +68,30 @@ def test_a_misspelt_name_is_not_ignored() -> None:
         ({"role": "ffn", "ffn": "unix:/a"}, "AFD_FFN belongs to the attention role"),
         ({"role": "attention", "ffn": "unix:/a", "listen": "unix:/b"}, "AFD_LISTEN belongs to the ffn role"),
         ({"role": "attention", "ffn": "unix:/a", "call_timeout": float("nan")}, "positive number"),
+        ({"role": "attention", "ffn": "unix:/a", "connect_timeout": 7 * 86400 + 1}, "604800 at most"),
         ({"role": "attention", "ffn": "unix:/a", "spin_us": 10**6}, "between 0 and 10000"),
     ],
 )
 def test_contradictions(settings: dict[str, object], expected: str) -> None:
     with pytest.raises(ConfigError, match=expected):
         AFDConfig.build(**settings)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("name", ["AFD_CONNECT_TIMEOUT", "AFD_CALL_TIMEOUT"])
+@pytest.mark.parametrize("text", ["0", "-1", "1e10", "1e400", "inf", "-inf", "nan"])
+def test_times_that_no_clock_takes(name: str, text: str) -> None:
+    with pytest.raises(ConfigError, match=f"^{name}=.* must be a positive number of seconds, 604800 at most$"):
+        AFDConfig.from_env({**ATTENTION, name: text})
+
+
+def test_a_week_is_a_timeout() -> None:
+    assert AFDConfig.build(role="attention", ffn="unix:/a", call_timeout=7 * 86400).call_timeout == 604800
+
+
+@pytest.mark.parametrize("text", ["1.9", "inf", "-inf", "nan", "1e400"])
+def test_spinning_is_a_whole_number_of_microseconds(text: str) -> None:
+    with pytest.raises(ConfigError, match=f"^AFD_SPIN_US='{text}' is not a whole number$"):
+        AFDConfig.from_env({**ATTENTION, "AFD_SPIN_US": text})
 
 
 @pytest.mark.parametrize(

@@ -286,7 +286,9 @@ def test_header_fields_are_where_the_table_says() -> None:
         changed = [place for place in range(wire.HEADER_SIZE) if packed[place] != zero[place]]
         checksum = range(places["checksum"][0], wire.HEADER_SIZE)
         assert [place for place in changed if place not in checksum] == list(range(offset, offset + size)), name
-    assert zero[:4] == wire.MAGIC
+    meanings = {name: meaning for _, _, name, meaning in rows(WIRE, "Offset", "Bytes", "Field", "Meaning")}
+    assert meanings["version"] == f"protocol version, {wire.PROTOCOL_VERSION}"
+    assert zero[:4] == wire.MAGIC == meanings["magic"].encode()
     assert struct.unpack_from("<H", zero, places["version"][0]) == (wire.PROTOCOL_VERSION,)
 
 

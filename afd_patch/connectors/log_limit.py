@@ -1,30 +1,64 @@
-"""At most one log line per cause in a while: a lost server is met once per layer, and that is no news."""
+"""A few log lines per cause in a while, and the number of the others: a lost server is met once per layer, and that is
+no news.
+"""
 
 from __future__ import annotations
 
 import re
 import time
+from dataclasses import dataclass
 
 _NUMBERS = re.compile(r"\d+")
-#: Causes that are remembered at most; a peer must not be able to fill the memory with new ones.
+#: Causes that are told apart at most; a peer must not be able to fill the memory, or the log, with new ones.
 _MAX_CAUSES = 64
 
 
+@dataclass
+class _Window:
+    """The lines about one cause until ``end``."""
+
+    end: float = 0.0
+    lines: int = 0
+    omitted: int = 0
+    last: str = ""
+
+
 class LogLimit:
-    """``due(cause)`` is true for the first line about ``cause`` and then once in ``seconds``."""
+    """``due(cause)`` is true for the first line about ``cause``, and for the next one when ``seconds`` have passed.
+
+    The others are counted, and ``omitted`` tells how many they were.
+    """
 
     def __init__(self, seconds: float) -> None:
         self._seconds = seconds
-        self._last: dict[str, float] = {}
+        self._windows: dict[str, _Window] = {}
 
-    def due(self, cause: object) -> bool:
-        """Causes that differ in numbers only (a call, a layer, a process) are one."""
-        key = _NUMBERS.sub("#", str(cause))[:200]
+    def due(self, cause: object, lines: int = 1) -> bool:
+        """Causes that differ in numbers only (a call, a layer, a process) are one; the first ``lines`` are due."""
         now = time.monotonic()
-        last = self._last.get(key)
-        if last is not None and now - last < self._seconds:
-            return False
-        if len(self._last) >= _MAX_CAUSES:
-            self._last.clear()
-        self._last[key] = now
-        return True
+        text = str(cause)[:200]
+        key = self._key(text, now)
+        window = self._windows.setdefault(key, _Window())
+        if now >= window.end:
+            window.end = now + self._seconds
+            window.lines = 0
+        window.lines += 1
+        if window.lines <= lines:
+            return True
+        window.omitted += 1
+        window.last = text
+        return False
+
+    def omitted(self) -> list[tuple[int, str]]:
+        """Of each cause whose time has passed: how many lines were not due, and the last of them; told once."""
+        now = time.monotonic()
+        ended = [key for key, window in self._windows.items() if now >= window.end]
+        windows = [self._windows.pop(key) for key in ended]
+        return [(window.omitted, window.last) for window in windows if window.omitted]
+
+    def _key(self, text: str, now: float) -> str:
+        key = _NUMBERS.sub("#", text)
+        if key in self._windows or len(self._windows) < _MAX_CAUSES:
+            return key
+        self._windows = {key: window for key, window in self._windows.items() if now < window.end}
+        return key if len(self._windows) < _MAX_CAUSES else "all others"

@@ -71,6 +71,14 @@ class Listener:
                 pass  # its queue is full
         raise OSError(errno.EADDRINUSE, "taken")
 
+    def accept(self) -> tuple[socket.socket, str]:
+        """A new connection, and the address that it comes from; over a Unix socket that is empty."""
+        sock, address = self.socket.accept()
+        if sock.family == socket.AF_UNIX:
+            return sock, ""
+        host, port = address[:2]
+        return sock, f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
     def close(self) -> None:
         """Stop listening and remove our socket file, unless somebody else's is there by now."""
         if self._file is not None:

@@ -26,19 +26,27 @@ class PeerLeft(Exception):
     """The peer closed its connection between two frames, which is how a connection ends."""
 
 
-class Peer:
-    """``welcome`` tells whether the handshake was right; ``requests`` and ``replies`` exist from then on.
+class NoDescriptor(Exception):
+    """This process has no file descriptor left for the file that the peer sent; the peer may try again."""
 
+
+class Peer:
+    """``name`` is its session and, if it has one, its address, as the log tells it.
+
+    ``welcome`` tells whether the handshake was right; ``requests`` and ``replies`` exist from then on;
     ``shared`` tells whether these are memory of both processes, or ours.
     """
 
-    def __init__(self, sock: socket.socket, session: int) -> None:
+    def __init__(self, sock: socket.socket, session: int, address: str) -> None:
         self.socket = sock
         self.session = session
+        self.name = f"peer {session} at {address}" if address else f"peer {session}"
         self.welcome = False
         self.shared = False
         self.max_rows = 0
         self.calls = 0
+        #: When its last call was answered.
+        self.last_call = float("-inf")
         self.requests = torch.empty(0)
         self.replies = torch.empty(0)
         self.deadline: float | None = time.monotonic() + FRAME_TIMEOUT
@@ -99,15 +107,23 @@ class Peer:
 
     def _receive(self, view: memoryview) -> int | None:
         try:
-            if self.welcome:
-                received = self.socket.recv_into(view)
-            else:  # the handshake may bring a file descriptor along
-                received = shared_memory.receive_with_fds(self.socket, view, self._fds)
+            received = self.socket.recv_into(view) if self.welcome else self._receive_with_file(view)
         except BlockingIOError:
             return None
         if received == 0:
             raise PeerLeft() if self.welcome and not self.mid_frame else ConnectionError("closed by the peer")
         return received
+
+    def _receive_with_file(self, view: memoryview) -> int:
+        """Receive a part of the handshake, which may bring one file along."""
+        try:
+            return shared_memory.receive_with_fds(self.socket, view, self._fds)
+        except ProtocolError:
+            if len(self._fds) > 1:
+                raise
+            # There was room for two: the kernel had a file for us and could not hand it over.
+            reason = "no file descriptor is left for its shared memory; raise their limit (ulimit -n)"
+            raise NoDescriptor(reason) from None
 
     def _set_deadline(self) -> None:
         if self.deadline is None:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import itertools
 import logging
 import os
+import re
 import select
 import time
 from collections.abc import Callable
@@ -22,9 +23,9 @@ from afd_patch.connectors import wire
 from afd_patch.connectors.client import WIRE_DTYPES
 from afd_patch.connectors.log_limit import LogLimit
 from afd_patch.connectors.wire import FLAG_SHARED_MEMORY, Header, Kind
-from afd_patch.errors import ConnectorError, HandshakeError, ProtocolError, RankLost
+from afd_patch.errors import AFDError, ConnectorError, HandshakeError, ProtocolError, RankLost
 from afd_patch.ffn.listener import Listener
-from afd_patch.ffn.peer import Peer, PeerLeft, error_frame
+from afd_patch.ffn.peer import NoDescriptor, Peer, PeerLeft, error_frame
 from afd_patch.identity import Identity
 
 logger = logging.getLogger("vllm.afd_patch")
@@ -33,11 +34,16 @@ logger = logging.getLogger("vllm.afd_patch")
 #: thread that runs ``serve``.
 Compute = Callable[[int, torch.Tensor], torch.Tensor]
 
-#: Seconds without a call after which a draining server stops.
-_DRAIN_IDLE = 0.5
+#: Seconds since a peer's last call until a draining server takes it for idle. Between two calls of a forward the peer
+#: computes the attention of one layer, and between two forwards it samples and schedules.
+DRAIN_IDLE = 5.0
 #: Seconds between two looks at the clocks of the peers, and the same while draining.
 _TICK, _DRAIN_TICK = 0.5, 0.1
-_HTTP_METHODS = (b"GET ", b"POST", b"HEAD", b"PUT ", b"OPTI", b"DELE", b"PATC")
+#: Within so many seconds, so many peers that are dropped for the same reason have a log line each, and the same failure
+#: of a call has one; then follows the number of the others.
+_LOG_SECONDS, _DROP_LINES = 5.0, 10
+#: How an HTTP request of any method begins, and the preface of HTTP/2.
+_HTTP_START = re.compile(rb"[A-Z-]+ ")
 _HTTP_TEXT = (
     f"This port carries AFD activations (protocol {wire.PROTOCOL_VERSION}) between vLLM processes. "
     "The OpenAI API is served by the attention role, on its own port.\n"
@@ -63,7 +69,7 @@ class FFNServer:
         self._stop = False
         self._closed = False
         self._accept_again = 0.0
-        self._log_limit = LogLimit(5.0)
+        self._log_limit = LogLimit(_LOG_SECONDS)
         self._drain_until: float | None = None
         self._wake_read, self._wake_write = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
         self._epoll = select.epoll()
@@ -93,7 +99,7 @@ class FFNServer:
     def drain(self, timeout: float) -> None:
         """Take no new peers, serve the present ones until they are idle or ``timeout`` seconds passed, then return.
 
-        Safe from signal handlers.
+        A peer is idle ``DRAIN_IDLE`` seconds after its last call. Safe from signal handlers.
         """
         self._drain_until = time.monotonic() + timeout
         self._wake()
@@ -118,10 +124,9 @@ class FFNServer:
 
     def _loop(self) -> None:
         spin_until = 0.0
-        last_call = next_check = time.monotonic()
+        next_check = time.monotonic()
         listening = self._listener.socket.fileno()
         while not self._stop:
-            before = self.calls
             tick = _TICK if self._drain_until is None else _DRAIN_TICK
             spinning = spin_until and time.monotonic() < spin_until
             events = self._epoll.poll(0 if spinning else tick)
@@ -133,25 +138,26 @@ class FFNServer:
                 elif fd == self._wake_read:
                     os.read(self._wake_read, 64)
             now = time.monotonic()
-            if self.calls != before:
-                last_call = now
             if events and self._spin:  # the rest of a frame, or the next call, is probably on its way
                 spin_until = now + self._spin
             if now >= next_check:
                 next_check = now + tick
                 self._check_clocks(now)
-            if self._drain_until is not None and (
-                now >= self._drain_until or (now - last_call > _DRAIN_IDLE and not self._busy())
-            ):
+            if self._drain_until is not None and (now >= self._drain_until or not (events or self._busy(now))):
                 break
         self._stop = False
 
-    def _busy(self) -> bool:
-        return any(peer.blocked or peer.mid_frame for peer in self._peers.values() if peer.welcome)
+    def _busy(self, now: float) -> bool:
+        """Whether a peer is in the middle of a frame or, as far as one can see, of a forward."""
+        return any(
+            peer.blocked or peer.mid_frame or now - peer.last_call < DRAIN_IDLE
+            for peer in self._peers.values()
+            if peer.welcome
+        )
 
     def _accept(self) -> None:
         try:
-            sock, _ = self._listener.socket.accept()
+            sock, address = self._listener.accept()
         except (BlockingIOError, ConnectionError):
             return
         except OSError as error:
@@ -164,7 +170,7 @@ class FFNServer:
         try:
             if self._drain_until is not None:
                 raise ConnectionError("draining")
-            peer = Peer(sock, next(self._sessions))
+            peer = Peer(sock, next(self._sessions), address)
             self._epoll.register(sock, select.EPOLLIN)
         except OSError:
             sock.close()
@@ -172,6 +178,8 @@ class FFNServer:
         self._peers[sock.fileno()] = peer
 
     def _check_clocks(self, now: float) -> None:
+        for count, cause in self._log_limit.omitted():
+            logger.info("AFD ffn: %d more within %g s, the last: %s", count, _LOG_SECONDS, cause)
         if self._accept_again and now >= self._accept_again:
             self._accept_again = 0.0
             self._epoll.modify(self._listener.socket, select.EPOLLIN)
@@ -196,6 +204,8 @@ class FFNServer:
             self._left(peer)
         except ProtocolError as error:
             self._refuse(peer, error)
+        except NoDescriptor as error:
+            self._drop(peer, str(error))
         except OSError as error:
             # Whoever only wanted to know that we are here does not wait for READY.
             if peer.welcome and not peer.calls and not peer.mid_frame and isinstance(error, ConnectionError):
@@ -203,14 +213,15 @@ class FFNServer:
             else:
                 self._drop(peer, f"connection lost ({error})")
         except Exception as error:  # a defect here must not end the connections of the others
-            logger.exception("AFD ffn: a defect of the server in the connection of peer %d", peer.session)
+            if self._log_limit.due(f"defect: {error!r}"):
+                logger.exception("AFD ffn: a defect of the server in the connection of %s", peer.name)
             self._drop(peer, f"{type(error).__name__}, a defect of the server")
 
     def _refuse(self, peer: Peer, error: ProtocolError) -> None:
         """Drop ``peer``, and tell it why if it may not know yet what it speaks to."""
         reason = str(error)
         if not peer.welcome and not isinstance(error, wire.DamagedError):
-            if peer.first_bytes.startswith(_HTTP_METHODS):
+            if _HTTP_START.match(peer.first_bytes):
                 reason = "an HTTP client called the data port"
                 peer.send_last(_HTTP_ANSWER)
             elif peer.first_bytes.startswith(wire.MAGIC):
@@ -225,8 +236,8 @@ class FFNServer:
 
     def _drop(self, peer: Peer, reason: str | None) -> None:
         del self._peers[peer.socket.fileno()]
-        if reason is not None:
-            logger.info("AFD ffn: peer %d at %s dropped: %s", peer.session, self._listener.endpoint, reason)
+        if reason is not None and self._log_limit.due(f"dropped: {reason}", _DROP_LINES):
+            logger.info("AFD ffn: %s dropped: %s", peer.name, reason)
         self._epoll.unregister(peer.socket)
         peer.close()
 
@@ -277,6 +288,10 @@ class FFNServer:
         peer.end_frame()
         self.calls += 1
         peer.calls += 1
+        self._answer(peer, header, rows, compute)
+        peer.last_call = time.monotonic()
+
+    def _answer(self, peer: Peer, header: Header, rows: torch.Tensor, compute: Compute) -> None:
         try:
             result = compute(header.layer, rows)
             if result.shape != (header.rows, self.identity.reply_columns) or result.dtype != self._dtype:
@@ -287,7 +302,7 @@ class FFNServer:
             self.stop_loop()  # no answer: the peer sees this server end, and repeats the call elsewhere
             return
         except Exception as error:  # whatever the native FFN raises is the caller's answer, not the server's end
-            logger.exception("AFD ffn: layer %d failed on %d rows", header.layer, header.rows)
+            self._log_failure(peer, header, error)
             peer.send(error_frame(header, f"{type(error).__name__}: {error}"))
             return
         if peer.shared:
@@ -301,6 +316,15 @@ class FFNServer:
             wire.payload_check(payload) if payload else 0,
         )  # fmt: skip
         peer.send(reply.pack(), payload)
+
+    def _log_failure(self, peer: Peer, header: Header, error: Exception) -> None:
+        """An error of ours says what was wrong with the call; any other one has its stack trace."""
+        if not self._log_limit.due(f"failed: {error!r}"):
+            return
+        if isinstance(error, AFDError):
+            logger.warning("AFD ffn: layer %d failed on %d rows of %s: %s", header.layer, header.rows, peer.name, error)
+        else:
+            logger.exception("AFD ffn: layer %d failed on %d rows of %s", header.layer, header.rows, peer.name)
 
     def _check_call(self, peer: Peer, header: Header) -> None:
         identity = self.identity

@@ -22,9 +22,8 @@ import torch
 from afd_patch.connectors import columns
 from afd_patch.connectors.endpoint import Endpoint, parse_endpoint
 from afd_patch.connectors.retry import RetryingConnector
-from afd_patch.ffn import peer
+from afd_patch.ffn import peer, server
 from afd_patch.ffn.listener import Listener
-from afd_patch.ffn.server import FFNServer
 from afd_patch.identity import Identity
 
 HIDDEN, LAYERS, MAX_ROWS = 64, 8, 512
@@ -185,7 +184,8 @@ class Server(Forked):
 
     def __init__(
         self, endpoint: Endpoint, folder: Path, who: Identity | None = None, *, loading: bool = False,
-        frame_timeout: float = peer.FRAME_TIMEOUT, spin: float = 0.0, drain: float = SOON, level: int = logging.INFO,
+        frame_timeout: float = peer.FRAME_TIMEOUT, spin: float = 0.0, drain: float = SOON,
+        drain_idle: float = server.DRAIN_IDLE, level: int = logging.INFO,
     ) -> None:  # fmt: skip
         self.endpoint = endpoint
         self.identity = who or identity()
@@ -216,18 +216,19 @@ class Server(Forked):
 
         def run() -> None:
             peer.FRAME_TIMEOUT = frame_timeout
-            server = FFNServer(Listener(endpoint), self.identity, spin)
-            signal.signal(signal.SIGTERM, lambda *_: server.drain(drain))
+            server.DRAIN_IDLE = drain_idle
+            ffn = server.FFNServer(Listener(endpoint), self.identity, spin)
+            signal.signal(signal.SIGTERM, lambda *_: ffn.drain(drain))
             os.write(tell, b"x")
             if loading:
-                thread = threading.Thread(target=server.shake_hands)
+                thread = threading.Thread(target=ffn.shake_hands)
                 thread.start()
                 os.read(self._loaded, 8)  # unlike eventfd_read, goes on after a signal
-                server.stop_loop()
+                ffn.stop_loop()
                 thread.join()
-            server.serve(compute)
-            logging.getLogger().info("served %d calls", server.calls)
-            server.close()
+            ffn.serve(compute)
+            logging.getLogger().info("served %d calls", ffn.calls)
+            ffn.close()
 
         super().__init__(run, folder / f"server-{time.monotonic_ns()}.log", level)
         os.close(tell)

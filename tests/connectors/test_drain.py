@@ -7,10 +7,23 @@ import signal
 import threading
 import time
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 import torch
-from lab import HIDDEN, SOON, WAITS, Server, ask, assert_right, connector, identity, random_rows, reference
+from lab import (
+    HIDDEN,
+    SOON,
+    WAITS,
+    Forked,
+    Server,
+    ask,
+    assert_right,
+    connector,
+    identity,
+    random_rows,
+    reference,
+)
 from raw import Raw, framed
 
 from afd_patch.connectors.endpoint import Endpoint
@@ -25,7 +38,7 @@ Connect = Callable[..., RetryingConnector]
 
 
 def test_an_idle_server_ends(endpoint: Endpoint, start: Start, connect: Connect) -> None:
-    server = start(endpoint)
+    server = start(endpoint, drain_idle=0.5)
     assert_right(connect(endpoint))
     server.signal(signal.SIGTERM)
     assert server.wait(3) == 0
@@ -34,8 +47,27 @@ def test_an_idle_server_ends(endpoint: Endpoint, start: Start, connect: Connect)
         assert not os.path.lexists(endpoint.path)
 
 
+@pytest.mark.parametrize("peers", ["none", "one that has left", "one that has not called", "one that is in no request"])
+def test_a_server_that_nobody_is_about_to_call_ends_at_once(
+    endpoint: Endpoint, start: Start, connect: Connect, peers: str
+) -> None:
+    server = start(endpoint, drain_idle=1.5 if peers == "one that is in no request" else SOON)
+    if peers != "none":
+        client = connect(endpoint)
+    if peers == "one that has left":
+        assert_right(client)
+        client.close()
+    if peers == "one that is in no request":
+        assert_right(client)
+        time.sleep(1.6)
+    began = time.monotonic()
+    server.signal(signal.SIGTERM)
+    assert server.wait(3) == 0
+    assert time.monotonic() - began < 1
+
+
 def test_a_call_in_work_is_completed(endpoint: Endpoint, start: Start, connect: Connect) -> None:
-    server = start(endpoint)
+    server = start(endpoint, drain_idle=0.5)
     client = connect(endpoint)
     results: list[torch.Tensor] = []
     call = threading.Thread(target=lambda: results.append(ask(client, WAITS, random_rows(4))))
@@ -49,8 +81,34 @@ def test_a_call_in_work_is_completed(endpoint: Endpoint, start: Start, connect: 
     assert server.wait(3) == 0
 
 
+def test_a_call_that_waits_behind_one_whose_peer_has_gone_is_completed(
+    endpoint: Endpoint, start: Start, connect: Connect, folder: Path
+) -> None:
+    server = start(endpoint, drain_idle=0.1)
+    client = connect(endpoint)
+
+    def long_call() -> None:
+        other = connector(endpoint)
+        other.connect()
+        ask(other, WAITS, random_rows(4))
+
+    process = Forked(long_call, folder / "attention.log")
+    server.entered()
+    results: list[torch.Tensor] = []
+    call = threading.Thread(target=lambda: results.append(ask(client, 0, random_rows(4))))
+    call.start()
+    time.sleep(0.3)
+    process.kill()
+    server.signal(signal.SIGTERM)
+    server.let_go()
+    call.join(SOON)
+    assert torch.equal(results[0], reference(0, random_rows(4)))
+    assert client.repeats == 0
+    assert server.wait(3) == 0
+
+
 def test_a_call_that_has_begun_to_arrive_is_completed(tcp: Endpoint, start: Start) -> None:
-    server = start(tcp)
+    server = start(tcp, drain_idle=0.2)
     peer = Raw(tcp)
     peer.welcome()
     payload = random_rows(4).view(torch.uint8).numpy().tobytes()
@@ -65,7 +123,7 @@ def test_a_call_that_has_begun_to_arrive_is_completed(tcp: Endpoint, start: Star
 
 
 def test_a_forward_in_work_goes_on_layer_by_layer(endpoint: Endpoint, start: Start, connect: Connect) -> None:
-    server = start(endpoint)
+    server = start(endpoint, drain_idle=0.5)
     client = connect(endpoint)
     assert_right(client)
     server.signal(signal.SIGTERM)
@@ -73,6 +131,19 @@ def test_a_forward_in_work_goes_on_layer_by_layer(endpoint: Endpoint, start: Sta
         time.sleep(0.05)  # attention computes
         assert_right(client, rounds=1)
     assert client.repeats == 0
+    assert server.wait(3) == 0
+
+
+def test_a_forward_whose_attention_takes_long_is_completed(endpoint: Endpoint, start: Start, connect: Connect) -> None:
+    server = start(endpoint)
+    client = connect(endpoint)
+    ask(client, 0, random_rows(4))
+    server.signal(signal.SIGTERM)
+    for layer in (1, 2):
+        time.sleep(1.0)  # attention computes
+        assert torch.equal(ask(client, layer, random_rows(4)), reference(layer, random_rows(4)))
+    assert client.repeats == 0
+    client.close()
     assert server.wait(3) == 0
 
 

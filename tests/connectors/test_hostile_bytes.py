@@ -132,7 +132,17 @@ def test_instead_of_a_handshake(endpoint: Endpoint, server: Server, bystander: R
 
 
 @pytest.mark.parametrize(
-    "request_", [b"GET / HTTP/1.1\r\n\r\n", b"POST /v1/completions HTTP/1.1\r\nHost: a\r\n" + b"x" * 9000]
+    "request_",
+    [
+        b"GET / HTTP/1.1\r\n\r\n",
+        b"POST /v1/completions HTTP/1.1\r\nHost: a\r\n" + b"x" * 9000,
+        b"TRACE / HTTP/1.1\r\n\r\n",
+        b"CONNECT a:1 HTTP/1.1\r\n\r\n",
+        b"PROPFIND / HTTP/1.1\r\n\r\n",
+        b"VERSION-CONTROL / HTTP/1.1\r\n\r\n",
+        b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n",
+    ],
+    ids=lambda request_: request_.split()[0].decode(),
 )
 def test_an_http_client_gets_an_answer_it_can_read(
     endpoint: Endpoint, server: Server, bystander: RetryingConnector, request_: bytes

@@ -7,6 +7,7 @@ import mmap
 import os
 import socket
 import tempfile
+import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 
@@ -95,6 +96,24 @@ def test_what_is_not_safe_to_map_is_refused(
     peer.hello(fds=fds, shared_memory=claimed)
     answer = peer.rest()
     assert not answer or wire.unpack(answer[: wire.HEADER_SIZE]).kind is Kind.REFUSE
+    for fd in fds:
+        os.close(fd)
+
+
+@pytest.mark.parametrize("begun", [0, 1, 64])
+def test_more_than_one_file(unix: Endpoint, server: Server, bystander: RetryingConnector, begun: int) -> None:
+    """What came before the second file tells whether there is somebody who understands an answer."""
+    frame = wire.text_frame(Kind.HELLO, {"identity": identity().to_json(), "shared_memory": SIZE})
+    peer, fds = Raw(unix), [memory(), memory()]
+    peer.say(frame[:begun])
+    time.sleep(0.1)
+    socket.send_fds(peer.socket, [frame[begun:]], fds)
+    answer = peer.rest()
+    if begun < len(wire.MAGIC):
+        assert answer == b""
+    else:
+        assert wire.unpack(answer[: wire.HEADER_SIZE]).kind is Kind.REFUSE
+    server.wait_for_line("dropped: the peer sent more files than the one")
     for fd in fds:
         os.close(fd)
 

@@ -5,9 +5,11 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 
+import lab
 import pytest
+import torch
 from fakes import FakePeer, FakeServer
-from lab import SOON, Server, ask, assert_right, connector, eventually, random_rows
+from lab import FAILS, SOON, Server, ask, assert_right, connector, eventually, random_rows
 from raw import Raw
 
 from afd_patch.connectors import retry
@@ -15,7 +17,8 @@ from afd_patch.connectors.endpoint import Endpoint
 from afd_patch.connectors.log_limit import LogLimit
 from afd_patch.connectors.retry import RetryingConnector
 from afd_patch.connectors.wire import Header, Kind
-from afd_patch.errors import ConnectorError
+from afd_patch.errors import ConnectorError, RemoteFFNError
+from afd_patch.ffn import server as ffn_server
 from afd_patch.ffn.peer import Peer
 
 Start = Callable[..., Server]
@@ -162,16 +165,104 @@ def test_a_defect_of_the_server_costs_one_connection(
     server.log_file.write_text("")  # it was meant to be there
 
 
-def test_the_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_peer_that_is_dropped_has_its_own_address(endpoint: Endpoint, start: Start) -> None:
+    server = start(endpoint)
+    peer = Raw(endpoint)
+    address = peer.socket.getsockname()
+    peer.say(b"nonsense")
+    (line,) = server.wait_for_line("dropped")
+    name = "peer 1" if endpoint.kind == "unix" else f"peer 1 at {address[0]}:{address[1]}"
+    assert line == f"INFO AFD ffn: {name} dropped: not an AFD frame: it starts with b'nons'"
+
+
+def test_many_who_are_dropped_for_one_reason_are_summed_up(
+    endpoint: Endpoint, start: Start, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ffn_server, "_LOG_SECONDS", 1.0)
+    server = start(endpoint)
+    for _ in range(100):
+        Raw(endpoint).close()
+    (line,) = server.wait_for_line("more within")
+    assert line == "INFO AFD ffn: 90 more within 1 s, the last: dropped: connection lost (closed by the peer)"
+    assert len(server.lines("dropped: connection lost (closed by the peer)")) == 11
+    Raw(endpoint).say(b"nonsense")  # another reason, and then the same one after its time
+    server.wait_for_line("not an AFD frame")
+    Raw(endpoint).close()
+    server.wait_for_line("dropped: connection lost (closed by the peer)", 12)
+
+
+def test_a_call_that_the_ffn_refuses_is_one_line_without_a_stack_trace(
+    endpoint: Endpoint, start: Start, connect: Connect, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(layer: int, rows: torch.Tensor) -> torch.Tensor:
+        raise ConnectorError(f"the routing names experts from 0 to {4096 + layer}, and there are 8")
+
+    monkeypatch.setattr(lab, "reference", refuse)
+    monkeypatch.setattr(ffn_server, "_LOG_SECONDS", 1.0)
+    server = start(endpoint)
+    client = connect(endpoint)
+    for layer in range(5):
+        with pytest.raises(RemoteFFNError, match=f"from 0 to {4096 + layer}, and there are 8"):
+            ask(client, layer, random_rows(2))
+    (line,) = server.lines("from 0 to 4096")
+    assert line.startswith("WARNING AFD ffn: layer 0 failed on 2 rows of peer 1")
+    server.wait_for_line(
+        "4 more within 1 s, the last: failed: ConnectorError('the routing names experts from 0 to 4100"
+    )
+    assert len(server.lines("the routing names")) == 2
+    assert not server.lines("Traceback")
+
+
+def test_a_stack_trace_is_not_repeated(
+    endpoint: Endpoint, start: Start, connect: Connect, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ffn_server, "_LOG_SECONDS", 1.0)
+    server = start(endpoint)
+    client = connect(endpoint)
+    for count in range(1, 6):
+        with pytest.raises(RemoteFFNError):
+            ask(client, FAILS, random_rows(count))
+    server.wait_for_line("4 more within 1 s, the last: failed: RuntimeError('no such expert')")
+    assert len(server.lines("Traceback")) == len(server.lines(f"layer {FAILS} failed on")) == 1
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    """The time that a ``LogLimit`` goes by."""
     now = [100.0]
     monkeypatch.setattr("afd_patch.connectors.log_limit.time.monotonic", lambda: now[0])
+    return now
+
+
+def test_the_limit(clock: list[float]) -> None:
     limit = LogLimit(5.0)
     assert limit.due("layer 1 lost")
     assert not limit.due("layer 22 lost")  # numbers make no other cause
     assert limit.due("something else")
-    now[0] += 5.0
+    clock[0] += 5.0
     assert limit.due("layer 1 lost")
-    for number in range(1000):
-        limit.due("x" * 10 + chr(97 + number % 26) * (number // 26))
-    assert len(limit._last) <= 64
     assert retry.PROGRESS == 5.0 < SOON
+
+
+def test_the_limit_counts_what_it_holds_back(clock: list[float]) -> None:
+    limit = LogLimit(5.0)
+    assert [limit.due(f"layer {layer} lost", lines=2) for layer in range(5)] == [True, True, False, False, False]
+    assert limit.due("something else")
+    assert limit.omitted() == []
+    clock[0] += 5.0
+    assert limit.due("layer 7 lost", lines=2)  # nobody has asked for the number yet
+    assert limit.omitted() == []
+    clock[0] += 5.0
+    assert limit.omitted() == [(3, "layer 4 lost")]
+    assert limit.omitted() == []
+
+
+def test_ever_new_causes_fill_neither_memory_nor_log(clock: list[float]) -> None:
+    limit = LogLimit(5.0)
+    causes = ["x" * 10 + chr(97 + number % 26) * (number // 26) for number in range(1000)]
+    for _ in range(2):
+        assert 32 < sum([limit.due(cause) for cause in causes]) <= 65
+        assert len(limit._windows) <= 65
+        clock[0] += 5.0
+    assert sum(count for count, _ in limit.omitted()) > 900
+    assert not limit._windows

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import os
 import resource
+import threading
 import time
 from collections.abc import Callable
 
 import torch
-from lab import Server, assert_right, random_rows
+from lab import SOON, Server, assert_right, connector, random_rows
 from raw import Raw
 
 from afd_patch.connectors.endpoint import Endpoint
@@ -40,6 +41,24 @@ def test_no_descriptors_left(endpoint: Endpoint, start: Start) -> None:
         peer.close()
     assert_right(client)
     assert client.repeats == 0
+    client.close()
+
+
+def test_no_descriptor_left_for_shared_memory(unix: Endpoint, start: Start) -> None:
+    """The log says so, and the peer, which did nothing wrong, is not refused: it comes again until there is one."""
+    server = start(unix)
+    limits = resource.prlimit(server.pid, resource.RLIMIT_NOFILE)
+    used = {int(name) for name in os.listdir(f"/proc/{server.pid}/fd")}
+    unused = [number for number in range(len(used) + 2) if number not in used]
+    resource.prlimit(server.pid, resource.RLIMIT_NOFILE, (unused[1], limits[1]))  # one is left, for the connection
+    client = connector(unix)
+    connecting = threading.Thread(target=client.connect)
+    connecting.start()
+    lines = server.wait_for_line("dropped: no file descriptor is left for its shared memory", 2)
+    assert len(lines) == len(server.lines("dropped"))
+    resource.prlimit(server.pid, resource.RLIMIT_NOFILE, limits)
+    connecting.join(SOON)
+    assert_right(client)
     client.close()
 
 
