@@ -40,7 +40,7 @@ class Peer:
     def __init__(self, sock: socket.socket, session: int, address: str) -> None:
         self.socket = sock
         self.session = session
-        self.name = f"peer {session} at {address}" if address else f"peer {session}"
+        self.name = f"peer {session} from {address}" if address else f"peer {session}"
         self.welcome = False
         self.shared = False
         self.max_rows = 0

@@ -179,7 +179,9 @@ class FFNServer:
 
     def _check_clocks(self, now: float) -> None:
         for count, cause in self._log_limit.omitted():
-            logger.info("AFD ffn: %d more within %g s, the last: %s", count, _LOG_SECONDS, cause)
+            logger.info(
+                "AFD ffn: %s: %d more within %g s, the last: %s", self._listener.endpoint, count, _LOG_SECONDS, cause
+            )
         if self._accept_again and now >= self._accept_again:
             self._accept_again = 0.0
             self._epoll.modify(self._listener.socket, select.EPOLLIN)
@@ -237,7 +239,7 @@ class FFNServer:
     def _drop(self, peer: Peer, reason: str | None) -> None:
         del self._peers[peer.socket.fileno()]
         if reason is not None and self._log_limit.due(f"dropped: {reason}", _DROP_LINES):
-            logger.info("AFD ffn: %s dropped: %s", peer.name, reason)
+            logger.info("AFD ffn: %s at %s dropped: %s", peer.name, self._listener.endpoint, reason)
         self._epoll.unregister(peer.socket)
         peer.close()
 

@@ -171,8 +171,8 @@ def test_a_peer_that_is_dropped_has_its_own_address(endpoint: Endpoint, start: S
     address = peer.socket.getsockname()
     peer.say(b"nonsense")
     (line,) = server.wait_for_line("dropped")
-    name = "peer 1" if endpoint.kind == "unix" else f"peer 1 at {address[0]}:{address[1]}"
-    assert line == f"INFO AFD ffn: {name} dropped: not an AFD frame: it starts with b'nons'"
+    name = "peer 1" if endpoint.kind == "unix" else f"peer 1 from {address[0]}:{address[1]}"
+    assert line == f"INFO AFD ffn: {name} at {endpoint} dropped: not an AFD frame: it starts with b'nons'"
 
 
 def test_many_who_are_dropped_for_one_reason_are_summed_up(
@@ -183,7 +183,9 @@ def test_many_who_are_dropped_for_one_reason_are_summed_up(
     for _ in range(100):
         Raw(endpoint).close()
     (line,) = server.wait_for_line("more within")
-    assert line == "INFO AFD ffn: 90 more within 1 s, the last: dropped: connection lost (closed by the peer)"
+    assert (
+        line == f"INFO AFD ffn: {endpoint}: 90 more within 1 s, the last: dropped: connection lost (closed by the peer)"
+    )
     assert len(server.lines("dropped: connection lost (closed by the peer)")) == 11
     Raw(endpoint).say(b"nonsense")  # another reason, and then the same one after its time
     server.wait_for_line("not an AFD frame")
