@@ -50,6 +50,22 @@ def test_a_taken_endpoint_whose_queue_is_full(unix: Endpoint) -> None:
             sock.close()
 
 
+@pytest.mark.parametrize("host", ["127.0.0.1", "::1"])
+def test_a_connection_has_the_address_that_it_comes_from(host: str) -> None:
+    try:
+        with socket.create_server((host, 0), family=Endpoint("tcp", host=host).family) as taken:
+            endpoint = Endpoint("tcp", host=host, port=taken.getsockname()[1])
+    except OSError:
+        assert host == "::1"
+        pytest.skip("no IPv6 here")
+    listener = Listener(endpoint)
+    with socket.create_connection((host, endpoint.port)) as peer:
+        sock, address = listener.accept()
+        assert f"tcp://{address}" == str(Endpoint("tcp", host=host, port=peer.getsockname()[1]))
+        sock.close()
+    listener.close()
+
+
 def test_the_socket_of_a_killed_server_is_replaced(unix: Endpoint, start: Start) -> None:
     start(unix).kill()
     assert os.path.lexists(unix.path)
