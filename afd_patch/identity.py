@@ -10,8 +10,10 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import re
 import reprlib
 import zlib
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -28,6 +30,7 @@ _PROVENANCE = ("_name_or_path", "transformers_version", "_commit_hash")
 _SAMPLED_TENSORS, _SAMPLE_BYTES = 1024, 2048
 #: The same for files of other formats, which have no table of tensors.
 _SAMPLED_PLACES = 64
+_NUMBERS = re.compile(r"\d+")
 #: What a peer sent goes into messages only in part: neither long nor deep.
 _quote = reprlib.Repr()
 _quote.maxstring = _quote.maxother = _quote.maxlong = 80
@@ -141,9 +144,11 @@ def _fetched(vllm_config: Any) -> Path:
     model, load = vllm_config.model_config, vllm_config.load_config
     get_model_loader(load).download_model(model)
     try:
-        return Path(
-            snapshot_download(model.model, revision=model.revision, cache_dir=load.download_dir, local_files_only=True)
+        # No file is asked for, only where they are: not everything that the hub has was fetched.
+        folder = snapshot_download(
+            model.model, revision=model.revision, cache_dir=load.download_dir, local_files_only=True, allow_patterns=[]
         )
+        return Path(folder)
     except LocalEntryNotFoundError as error:
         raise WeightError(
             f"the weights of {model.model} are not where the hub keeps what was fetched, so the two roles cannot "
@@ -174,8 +179,7 @@ def weights_fingerprint(folder: Path) -> str:
     for path in files:
         start, header = read_header(path)
         entries.update({name: (path, start, entry) for name, entry in header.items() if name != "__metadata__"})
-    # By a sum over the name: tensors of a kind lie at equal distances, and every so manieth would leave kinds out.
-    sampled = set(sorted(entries, key=lambda name: (zlib.crc32(name.encode()), name))[:_SAMPLED_TENSORS])
+    sampled = _sampled(entries)
     for name in sorted(entries):
         path, start, entry = entries[name]
         digest.update(f"{name} {entry['dtype']} {entry['shape']}\n".encode())
@@ -189,16 +193,31 @@ def weights_fingerprint(folder: Path) -> str:
     return digest.hexdigest()[:16]
 
 
+def _sampled(names: Iterable[str]) -> set[str]:
+    """Up to 1024 tensors, in no order that their names have, and before all others one of each kind."""
+    mixed = sorted(names, key=lambda name: (zlib.crc32(name.encode()), name))
+    first = {_NUMBERS.sub("#", name): name for name in reversed(mixed)}
+    return set(list(dict.fromkeys([*first.values(), *mixed]))[:_SAMPLED_TENSORS])
+
+
 def _safetensors_files(folder: Path) -> list[Path]:
-    """Those of the index, where there is one: others may hold the same tensors again, and vLLM leaves them alone."""
+    """The files that vLLM loads (``DefaultModelLoader._prepare_weights``); others may hold the same tensors again.
+
+    Those of Mistral's format are preferred where there are any, and an index says which ones count.
+    """
     files = sorted(folder.glob("*.safetensors"))
-    index = folder / "model.safetensors.index.json"
+    consolidated = [path for path in files if path.name.startswith("consolidated")]
+    files = consolidated or files
+    index = folder / f"{'consolidated' if consolidated else 'model'}.safetensors.index.json"
     if not index.is_file():
         return files
     try:
         listed = set(json.loads(index.read_text())["weight_map"].values())
     except (ValueError, KeyError, TypeError, AttributeError):
         raise WeightError(f"{index} is no index of safetensors files; fetch the checkpoint again") from None
+    missing = sorted(listed - {path.name for path in files})
+    if missing:
+        raise WeightError(f"{index} names files that are not there ({', '.join(missing[:3])}); fetch them")
     return [path for path in files if path.name in listed]
 
 

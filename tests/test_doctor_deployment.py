@@ -13,8 +13,8 @@ from typing import Any
 
 import pytest
 
-from afd_patch import tiny
-from afd_patch.doctor import installation, model, probe
+from afd_patch import boundaries, tiny
+from afd_patch.doctor import examine, installation, model, probe
 from afd_patch.doctor.__main__ import main
 from afd_patch.doctor.checkpoint import INDEX, read_checkpoint
 from afd_patch.doctor.environment import check_environment
@@ -362,3 +362,13 @@ def test_a_vllm_that_takes_too_long(monkeypatch: pytest.MonkeyPatch, capsys: pyt
     main(["--limit", "0.05", "--json"])
     report = json.loads(capsys.readouterr().out)
     assert any("was not imported within 0.05 s" in finding["text"] for finding in report["findings"])
+
+
+def test_a_model_of_the_hub_is_looked_at_where_it_lies(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By its name, vLLM would fetch what is not there yet."""
+    given: list[Any] = []
+    monkeypatch.setattr(examine.live, "LiveProbe", lambda *arguments: given.extend(arguments))
+    named = model.Model("MixtralForCausalLM", tmp_path, {}, boundary=boundaries.find("MixtralForCausalLM"))
+    examine._start_probe(examine.Request(model="org/name"), named)
+    assert str(tmp_path) in given
+    assert "org/name" not in given

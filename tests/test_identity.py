@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from afd_patch.errors import WeightError
-from afd_patch.identity import weights_fingerprint
+from afd_patch.identity import _sampled, weights_fingerprint
 from tests.engine.children import Child
 
 #: Two layers of a model with 400 experts: more tensors than are sampled, and kinds of them at equal distances.
@@ -54,8 +54,27 @@ def test_files_are_no_content(tmp_path: Path) -> None:
         write(tmp_path / "halves" / file, half)
     index = {name: file for file, half in zip(files, halves, strict=True) for name in half}
     (tmp_path / "halves" / "model.safetensors.index.json").write_text(json.dumps({"weight_map": index}))
-    write(tmp_path / "halves" / "consolidated.safetensors", {"tok_embeddings.weight": b"again"})  # nobody loads it
+    write(tmp_path / "halves" / "duplicate.safetensors", {"tok_embeddings.weight": b"again"})  # nobody loads it
     assert weights_fingerprint(tmp_path / "whole") == weights_fingerprint(tmp_path / "halves")
+
+
+def test_files_of_the_format_of_mistral_are_what_vllm_loads(tmp_path: Path) -> None:
+    for folder, value in (("one", b"1"), ("same", b"1"), ("other", b"2")):
+        write(tmp_path / folder / "consolidated.safetensors", {"tok_embeddings.weight": value})
+    write(tmp_path / "same" / "model.safetensors", {"model.embed_tokens.weight": b"1"})
+    assert weights_fingerprint(tmp_path / "one") == weights_fingerprint(tmp_path / "same")
+    assert weights_fingerprint(tmp_path / "one") != weights_fingerprint(tmp_path / "other")
+
+
+def test_one_tensor_of_each_kind_is_sampled() -> None:
+    names = [f"layers.{layer}.experts.{expert}.w" for layer in range(60) for expert in range(256)]
+    alone = [
+        f"model.{kind}.weight" for kind in ("embed_tokens", "norm", "lm_head", *(f"q{'x' * n}" for n in range(20)))
+    ]
+    sampled = _sampled([*names, *alone])
+    assert len(sampled) == 1024
+    assert sampled >= set(alone)
+    assert _sampled(names[:1000]) == set(names[:1000])
 
 
 @pytest.mark.parametrize(
@@ -64,6 +83,7 @@ def test_files_are_no_content(tmp_path: Path) -> None:
         ("README.md", "", "holds no weights"),
         ("model.safetensors", "version https://git-lfs.github.com/spec/v1", "no complete safetensors file"),
         ("model.safetensors.index.json", "[]", "no index of safetensors files"),
+        ("model.safetensors.index.json", '{"weight_map": {"a": "a.safetensors"}}', r"not there \(a.safetensors\)"),
     ],
 )
 def test_what_is_no_checkpoint(file: str, content: str, says: str, tmp_path: Path) -> None:
@@ -74,10 +94,14 @@ def test_what_is_no_checkpoint(file: str, content: str, says: str, tmp_path: Pat
 
 def put_into_cache(cache: Path, name: str, commit: str, source: Path) -> None:
     """Where the hub's client keeps what it fetched (https://huggingface.co/docs/huggingface_hub/guides/manage-cache)."""
+    from huggingface_hub._tree_cache import TreeCacheEntry, write_tree_cache
+
     folder = cache / f"models--{name.replace('/', '--')}"
     (folder / "refs").mkdir(parents=True)
     (folder / "refs" / "main").write_text(commit)
     shutil.copytree(source, folder / "snapshots" / commit)
+    # What an online client notes down of a repository: also files that nobody asked for, and so are not here.
+    write_tree_cache(str(folder), commit, {"README.md": TreeCacheEntry(size=1, blob_id="0" * 40)})
 
 
 def fingerprints_of_the_hub(cache: str, names: list[str]) -> list[str]:

@@ -32,6 +32,7 @@ class LogLimit:
     def __init__(self, seconds: float) -> None:
         self._seconds = seconds
         self._windows: dict[str, _Window] = {}
+        self._ended: list[tuple[int, str]] = []
 
     def due(self, cause: object, lines: int = 1) -> bool:
         """Causes that differ in numbers only (a call, a layer, a process) are one; the first ``lines`` are due."""
@@ -40,8 +41,9 @@ class LogLimit:
         key = self._key(text, now)
         window = self._windows.setdefault(key, _Window())
         if now >= window.end:
+            self._end(window)
             window.end = now + self._seconds
-            window.lines = 0
+            window.lines = window.omitted = 0
         window.lines += 1
         if window.lines <= lines:
             return True
@@ -51,14 +53,21 @@ class LogLimit:
 
     def omitted(self) -> list[tuple[int, str]]:
         """Of each cause whose time has passed: how many lines were not due, and the last of them; told once."""
-        now = time.monotonic()
-        ended = [key for key, window in self._windows.items() if now >= window.end]
-        windows = [self._windows.pop(key) for key in ended]
-        return [(window.omitted, window.last) for window in windows if window.omitted]
+        self._forget_ended(time.monotonic())
+        told, self._ended = self._ended, []
+        return told
+
+    def _forget_ended(self, now: float) -> None:
+        for key in [key for key, window in self._windows.items() if now >= window.end]:
+            self._end(self._windows.pop(key))
+
+    def _end(self, window: _Window) -> None:
+        if window.omitted:
+            self._ended = [*self._ended, (window.omitted, window.last)][-_MAX_CAUSES:]
 
     def _key(self, text: str, now: float) -> str:
         key = _NUMBERS.sub("#", text)
         if key in self._windows or len(self._windows) < _MAX_CAUSES:
             return key
-        self._windows = {key: window for key, window in self._windows.items() if now < window.end}
+        self._forget_ended(now)
         return key if len(self._windows) < _MAX_CAUSES else "all others"

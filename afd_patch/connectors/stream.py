@@ -18,8 +18,9 @@ _TICK_US = 50_000
 #: Seconds that one attempt to connect may take. The kernel asks a silent host again after ever longer pauses; a new
 #: attempt asks at once.
 _ATTEMPT = 2.0
-#: Seconds without an answer from the other host after which the kernel gives a connection up, idle or not.
-_IDLE, _INTERVAL, _PROBES, _UNANSWERED = 4, 2, 3, 10
+#: After so many seconds without traffic the kernel asks whether the other host is there, so many seconds apart and so
+#: many times, before it gives the connection up. While data is on its way, deadlines limit what is waited for.
+_IDLE, _INTERVAL, _PROBES = 4, 2, 3
 
 
 def connect(sock: socket.socket, endpoint: Endpoint, timeout: float) -> None:
@@ -45,7 +46,6 @@ def set_options(sock: socket.socket) -> None:
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, _IDLE)
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, _INTERVAL)
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, _PROBES)
-        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, _UNANSWERED * 1000)
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _BUFFER_BYTES)
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, _BUFFER_BYTES)
 

@@ -124,7 +124,10 @@ def _start_probe(request: Request, model: Model | None) -> live.LiveProbe:
     engine: dict[str, Any] = {"trust_remote_code": True} if request.trust_remote_code else {}
     if model is not None and model.boundary is not None and model.boundary.language_model_only:
         engine["language_model_only"] = True
-    folder = request.model if model is not None and model.folder is not None and model.boundary is not None else None
+    # The folder also of a model of the hub: nothing is to be fetched for a look at it.
+    folder = (
+        str(model.folder) if model is not None and model.folder is not None and model.boundary is not None else None
+    )
     return live.LiveProbe(request.environ, [_GENERAL, sorted(modules)], folder, engine, request.limit)
 
 

@@ -57,7 +57,6 @@ class Launcher:
         self._stop = threading.Event()
         self._children: list[ChildProcess] = []
         self._shared: dict[str, str] = {}
-        self._lost: set[str] = set()
 
     def run(self) -> int:
         """Serve until a signal or the end of a child; returns the exit status."""
@@ -130,18 +129,18 @@ class Launcher:
     def _cannot_go_on(self) -> bool:
         """Once all are ready: whether the API server has ended, or the last FFN server; others are only told of."""
         *servers, api = self._children
-        left = sum(child.status is None for child in servers)
-        if api.status is not None or left == 0:
+        ended = [child for child in servers if child.status is not None]
+        if api.status is not None or len(ended) == len(servers):
             return self._failed()
-        for child in servers:
-            if child.status is not None and child.name not in self._lost:
-                self._lost.add(child.name)
-                _say(f"{child.name} ended with status {child.status}; FFN servers that go on: {left}")
+        for child in ended:
+            _say(f"{child.name} ended with status {child.status}; FFN servers that go on: {len(servers) - len(ended)}")
+            child.terminate(0.0)  # what it left of its process group
+            self._children.remove(child)
         return False
 
     def _failed(self) -> bool:
         for child in self._children:
-            if child.status is not None and child.name not in self._lost and not self._stop.is_set():
+            if child.status is not None and not self._stop.is_set():
                 _say(f"{child.name} ended with status {child.status}; its last lines are above; stopping the others")
                 return True
         return False

@@ -252,10 +252,9 @@ def test_the_limit_counts_what_it_holds_back(clock: list[float]) -> None:
     assert limit.due("something else")
     assert limit.omitted() == []
     clock[0] += 5.0
-    assert limit.due("layer 7 lost", lines=2)  # nobody has asked for the number yet
-    assert limit.omitted() == []
-    clock[0] += 5.0
+    assert limit.due("layer 7 lost", lines=2)  # the next window, and nobody has asked for the number of the last one
     assert limit.omitted() == [(3, "layer 4 lost")]
+    clock[0] += 5.0
     assert limit.omitted() == []
 
 
