@@ -84,7 +84,7 @@ class Channel:
         if not stream.wait_readable(self._socket, deadline):
             return False
         # Once it has begun, it is received completely, or this connection is of no use any more.
-        stream.receive_exactly(self._socket, self._header, min(deadline, time.monotonic() + HANDSHAKE_TIMEOUT))
+        stream.receive_exactly(self._socket, self._header, deadline, rest=HANDSHAKE_TIMEOUT)
         header = wire.unpack(self._header)
         if header != Header(Kind.READY, self.session):
             raise ProtocolError(f"{self.endpoint} sent {header.kind.name} before READY")
